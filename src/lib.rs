@@ -1,0 +1,6 @@
+//! gpt
+pub mod error;
+pub mod nn;
+pub mod ops;
+pub mod random;
+pub mod tape;

@@ -1,0 +1,2 @@
+//! Layers: parameters and the ops they record on the tape.
+pub mod parameter;
