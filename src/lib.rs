@@ -1,5 +1,6 @@
 //! gpt
 pub mod error;
+pub mod model;
 pub mod nn;
 pub mod ops;
 pub mod random;
