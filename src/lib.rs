@@ -1,7 +1,7 @@
 //! gpt
+pub mod data;
 pub mod error;
-pub mod model;
-pub mod nn;
 pub mod ops;
 pub mod random;
 pub mod tape;
+pub mod tokenizer;

@@ -39,7 +39,8 @@ fn ours(config: &GptConfig) -> (Vec<Vec<f32>>, VarBuilder<'static>) {
     .unwrap();
     let mut ctx = Ctx::cpu(Family::detect());
     let hidden = model.hidden(&mut ctx, &mut Tape::inference(), &tokens(), SEQ, Dropout::off()).unwrap();
-    let hidden = storage::tensor(storage::read::<f32>("test", hidden.value()).unwrap().to_vec(), hidden.value().shape());
+    let hidden =
+        storage::tensor(storage::read::<f32>("test", hidden.value()).unwrap().to_vec(), hidden.value().shape());
     let head = if config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
     let logits = hidden.matmul(&tensors[head].t().unwrap()).unwrap().to_vec2().unwrap();
     (logits, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu))

@@ -48,7 +48,9 @@ pub fn logits(config: &GptConfig, weights: &Weights, ids: &[Vec<u32>]) -> Result
         let w = |name: &str| weights[&format!("model.layers.{layer}.{name}.weight")].as_tensor().clone();
         let h = norm(config, &x, &w("input_layernorm"))?;
         let heads = |name: &str, n: usize| {
-            linear(&h, &w(&format!("self_attn.{name}_proj")))?.reshape((batch, seq, n, config.head_dim))?.transpose(1, 2)
+            linear(&h, &w(&format!("self_attn.{name}_proj")))?
+                .reshape((batch, seq, n, config.head_dim))?
+                .transpose(1, 2)
         };
         let (mut q, mut k) = (heads("q", config.num_attention_heads)?, heads("k", config.num_key_value_heads)?);
         if config.qk_norm() {
