@@ -1,7 +1,9 @@
 //! gpt
 pub mod data;
 pub mod error;
+pub mod model;
 pub mod ops;
+pub mod preset;
 pub mod random;
 pub mod tape;
 pub mod tokenizer;
