@@ -2,6 +2,7 @@
 pub mod data;
 pub mod error;
 pub mod model;
+pub mod nn;
 pub mod ops;
 pub mod preset;
 pub mod random;

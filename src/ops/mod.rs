@@ -1,6 +1,7 @@
 //! One operation a file: its forward, its backward, and a plain reference that the tests hold both against.
 pub mod adamw;
 pub mod add;
+pub mod attention;
 pub mod cross_entropy;
 pub mod ctx;
 pub mod dropout;

@@ -1,5 +1,9 @@
-//! Rotary positions on the fused query/key/value rows, after the norm of each query and key head where the model has one.
-//! Called by `nn::attention`. Su et al., arXiv 2104.09864; pairs are (i, i + D/2), as Hugging Face has them.
+//! Rotary positions of queries and keys, after their optional RMS norm; values pass through. Called by nn between the
+//! fused projection and attention.
+//!
+//! Pairs are (i, i + D/2), as in Hugging Face's models, and the angle of pair i at position t is t / theta^(2i/D),
+//! computed in f64. Su et al., "RoFormer" (2021); the norm of queries and keys: Dehghani et al., "Scaling Vision
+//! Transformers to 22 Billion Parameters" (2023). The gradients of the gains are summed over fixed blocks of rows in order.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
@@ -7,41 +11,35 @@ use rayon::prelude::*;
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
 use super::heads::Heads;
-use super::rms_norm::{BLOCK, add_blocks, backward_row, inverse_rms};
-use super::simd::simd_fn;
-use super::storage;
+use super::rms_norm::{self, BLOCK};
+use super::simd::{Simd, simd_fn};
+use super::storage::{self, Read};
 use crate::error::{Error, Result};
 
 const OP: &str = "rotary";
 
-/// Cosines and sines of position t and pair i, (T, D/2) each.
-#[derive(Debug)]
+/// Cosine and sine of every angle, each (T, D/2).
+#[derive(Clone, Debug)]
 pub struct Table {
-    cos: Vec<f32>,
-    sin: Vec<f32>,
-    half: usize,
+    pub cos: Tensor,
+    pub sin: Tensor,
 }
 
 impl Table {
-    /// Angles t * theta^(-2 i / D) for `positions` positions, in f64.
+    /// The angles of positions 0..`positions` for heads of `head_dim` columns, which must be even.
     pub fn new(positions: usize, head_dim: usize, theta: f64) -> Result<Self> {
-        if head_dim == 0 || head_dim % 2 != 0 {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return Err(Error::op(OP, "an even head_dim", head_dim.to_string()));
         }
         let half = head_dim / 2;
-        let frequency = |i: usize| theta.powf(-2.0 * i as f64 / head_dim as f64);
-        let angles: Vec<f64> =
-            (0..positions).flat_map(|t| (0..half).map(move |i| t as f64 * frequency(i))).collect();
-        let cos = angles.iter().map(|a| a.cos() as f32).collect();
-        Ok(Self { cos, sin: angles.iter().map(|a| a.sin() as f32).collect(), half })
-    }
-
-    fn at(&self, t: usize) -> (&[f32], &[f32]) {
-        (&self.cos[t * self.half..][..self.half], &self.sin[t * self.half..][..self.half])
+        let angle = |i: usize| (i / half) as f64 * theta.powf(-((i % half) as f64) / half as f64);
+        let table = |f: fn(f64) -> f64| (0..positions * half).map(|i| f(angle(i)) as f32).collect();
+        let tensor = |v: Vec<f32>| storage::tensor(v, (positions, half));
+        Ok(Self { cos: tensor(table(f64::cos)), sin: tensor(table(f64::sin)) })
     }
 }
 
-/// The gains (D) of the query and key norms.
+/// Gains of the query and key norms, each (D), and the norms' epsilon.
 #[derive(Clone, Copy)]
 pub struct Norms<'a> {
     pub query: &'a Tensor,
@@ -52,26 +50,18 @@ pub struct Norms<'a> {
 /// What the backward needs of the forward.
 #[derive(Clone, Copy)]
 pub struct Saved<'a> {
+    /// The input (N, (H+2K)D); read only if there are norms.
     pub qkv: &'a Tensor,
+    /// The second output of `forward` (N, H+K).
     pub rstd: &'a Tensor,
     pub norms: Option<Norms<'a>>,
     pub table: &'a Table,
     pub heads: Heads,
+    /// T, the length of a sequence.
     pub seq: usize,
 }
 
-fn check(qkv: &Tensor, heads: Heads, table: &Table, seq: usize) -> Result<usize> {
-    let (n, width) = qkv.dims2()?;
-    let known = table.cos.len() / table.half;
-    if width != heads.qkv_size() || table.half * 2 != heads.dim || seq == 0 || seq > known || n % seq != 0 {
-        let expected = format!("(B T, {}) with T up to {known}", heads.qkv_size());
-        return Err(Error::op(OP, expected, format!("({n}, {width}) in sequences of {seq}")));
-    }
-    Ok(n)
-}
-
-/// Normalises (with `norms`) and rotates the query and key heads of qkv (N, (H + 2 K) D), values copied; row n stands at
-/// position n mod `seq`. Also returns the norms' factors (N, H + K), empty without norms.
+/// Normalises and rotates qkv (N, (H+2K)D), sequences of `seq` = T rows. Returns it and the norms' factors (N, H+K), or (0) without norms.
 pub fn forward(
     ctx: &mut Ctx,
     qkv: &Tensor,
@@ -80,74 +70,26 @@ pub fn forward(
     table: &Table,
     seq: usize,
 ) -> Result<(Value, Value)> {
-    let n = check(qkv, heads, table, seq)?;
+    let (family, shape, inputs) = (ctx.family(), qkv.shape(), Inputs::new(heads, norms, table, seq)?);
+    let qkv = storage::read::<f32>(OP, qkv)?;
+    let (x, n, rows) = (&*qkv, inputs.rows_of(&qkv)?, inputs.rows());
     ctx.launch(0);
-    let gains = match norms {
-        Some(norms) => Some((storage::read::<f32>(OP, norms.query)?, storage::read::<f32>(OP, norms.key)?)),
-        None => None,
-    };
-    let gains = gains.as_ref().map(|(q, k)| (&**q, &**k));
     let (width, rotated) = (heads.qkv_size(), heads.attention + heads.key_value);
     let mut y = ctx.vec::<f32>(n * width);
-    let mut rstd = ctx.vec::<f32>(n * rotated);
-    let (family, x) = (ctx.family(), storage::read::<f32>(OP, qkv)?);
-    let x: &[f32] = &x;
-    let eps = norms.map_or(0.0, |n| n.eps);
-    let blocks = y.par_chunks_mut(BLOCK * width).zip(rstd.par_chunks_mut(BLOCK * rotated)).enumerate();
-    blocks.for_each(|(block, (y, rstd))| {
-        for (i, (y, rstd)) in y.chunks_exact_mut(width).zip(rstd.chunks_exact_mut(rotated)).enumerate() {
-            let row = block * BLOCK + i;
-            let x = &x[row * width..][..width];
-            y[rotated * heads.dim..].copy_from_slice(&x[rotated * heads.dim..]);
-            forward_row(family, x, heads, gains, eps, table.at(row % seq), y, rstd);
-        }
+    let mut rstd = ctx.vec::<f32>(if norms.is_some() { n * rotated } else { 0 });
+    // Without norms there is nothing to save, but each task still gets its (empty) share.
+    let mut shares: Vec<&mut [f32]> = rstd.chunks_mut(BLOCK * rotated).collect();
+    shares.resize_with(n.div_ceil(BLOCK), Default::default);
+    let tasks = y.par_chunks_mut(BLOCK * width).zip(shares).enumerate();
+    tasks.for_each(|(block, (y, rstd))| {
+        let first = block * BLOCK;
+        forward_rows(family, rows, first, &x[first * width..][..y.len()], y, rstd);
     });
-    if norms.is_none() {
-        ctx.recycle(rstd);
-        let none = ctx.vec::<f32>(0);
-        return Ok((ctx.value(y, (n, width)), ctx.value(none, 0)));
-    }
-    Ok((ctx.value(y, (n, width)), ctx.value(rstd, (n, rotated))))
+    let rstd_shape = if norms.is_some() { vec![n, rotated] } else { vec![0] };
+    Ok((ctx.value(y, shape), ctx.value(rstd, rstd_shape)))
 }
 
-simd_fn! {
-fn forward_row<S>(
-    x: &[f32],
-    heads: Heads,
-    gains: Option<(&[f32], &[f32])>,
-    eps: f32,
-    angles: (&[f32], &[f32]),
-    y: &mut [f32],
-    rstd: &mut [f32],
-) {
-    let (d, half) = (heads.dim, heads.dim / 2);
-    let (cos, sin) = (&angles.0[..half], &angles.1[..half]);
-    for (head, ((x, y), rstd)) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(rstd).enumerate() {
-        let ((x0, x1), (y0, y1)) = (x.split_at(half), y.split_at_mut(half));
-        let (x0, x1, y0, y1) = (&x0[..half], &x1[..half], &mut y0[..half], &mut y1[..half]);
-        match gains {
-            None => {
-                for i in 0..half {
-                    y0[i] = S::fma(x0[i], cos[i], -(x1[i] * sin[i]));
-                    y1[i] = S::fma(x1[i], cos[i], x0[i] * sin[i]);
-                }
-            }
-            Some((query, key)) => {
-                let (w0, w1) = (if head < heads.attention { query } else { key }).split_at(half);
-                let (w0, w1) = (&w0[..half], &w1[..half]);
-                *rstd = inverse_rms::<S>(x, eps);
-                for i in 0..half {
-                    let (a, b) = (x0[i] * *rstd * w0[i], x1[i] * *rstd * w1[i]);
-                    y0[i] = S::fma(a, cos[i], -(b * sin[i]));
-                    y1[i] = S::fma(b, cos[i], a * sin[i]);
-                }
-            }
-        }
-    }
-}
-}
-
-/// The gradients of qkv and, with norms, of the query and key gains, from that of the output.
+/// From dout (N, (H+2K)D): writes the gradient of qkv to `dqkv` and those of the query and key gains to `dnorms`.
 pub fn backward(
     ctx: &mut Ctx,
     saved: Saved,
@@ -155,98 +97,213 @@ pub fn backward(
     (dqkv, store): (&Tensor, Store),
     dnorms: Option<[(&Tensor, Store); 2]>,
 ) -> Result<()> {
-    let Saved { qkv, norms, table, heads, seq, .. } = saved;
-    let n = check(qkv, heads, table, seq)?;
+    let Saved { heads, norms, .. } = saved;
+    let (family, inputs) = (ctx.family(), Inputs::new(heads, norms, saved.table, saved.seq)?);
+    let (qkv, rstd) = (storage::read::<f32>(OP, saved.qkv)?, storage::read::<f32>(OP, saved.rstd)?);
+    let (dout, mut dqkv) = (storage::read::<f32>(OP, dout)?, storage::write::<f32>(OP, dqkv)?);
+    let (n, width, d) = (inputs.rows_of(&dout)?, heads.qkv_size(), heads.dim);
+    let rotated = if norms.is_some() { heads.attention + heads.key_value } else { 0 };
+    if (qkv.len(), dqkv.len(), rstd.len()) != (n * width, n * width, n * rotated) || dnorms.is_some() != norms.is_some()
+    {
+        let found = format!("qkv {}, dqkv {}, rstd {}", qkv.len(), dqkv.len(), rstd.len());
+        return Err(Error::op(OP, format!("{n} rows of {width}, gain gradients where there are norms"), found));
+    }
     ctx.launch(0);
-    let (width, rotated, d) = (heads.qkv_size(), heads.attention + heads.key_value, heads.dim);
-    let gains = match norms {
-        Some(norms) => Some((storage::read::<f32>(OP, norms.query)?, storage::read::<f32>(OP, norms.key)?)),
-        None => None,
-    };
-    let gains = gains.as_ref().map(|(q, k)| (&**q, &**k));
-    let (x, rstd, dout) = (
-        storage::read::<f32>(OP, qkv)?,
-        storage::read::<f32>(OP, saved.rstd)?,
-        storage::read::<f32>(OP, dout)?,
-    );
-    let mut dx = storage::write::<f32>(OP, dqkv)?;
-    let mut partial = ctx.zeros::<f32>(n.div_ceil(BLOCK) * 2 * d);
-    let family = ctx.family();
-    let (x, rstd, dout): (&[f32], &[f32], &[f32]) = (&x, &rstd, &dout);
-    dx.par_chunks_mut(BLOCK * width).zip(partial.par_chunks_mut(2 * d)).enumerate().for_each(|(block, (dx, sums))| {
-        let mut scratch = vec![0f32; d];
-        for (i, dx) in dx.chunks_exact_mut(width).enumerate() {
-            let row = block * BLOCK + i;
-            let (x, dy) = (&x[row * width..][..width], &dout[row * width..][..width]);
-            let values = rotated * d..;
-            dx[values.clone()].iter_mut().zip(&dy[values]).for_each(|(dx, dy)| store.put(dx, *dy));
-            let rstd = if gains.is_some() { &rstd[row * rotated..][..rotated] } else { &[] };
-            backward_heads(family, x, heads, gains, rstd, table.at(row % seq), dy, (dx, store), sums, &mut scratch);
-        }
+    // Of each block: the gradients of both gains, and room for one un-rotated head.
+    let mut partial = ctx.vec::<f32>(n.div_ceil(BLOCK) * 3 * d);
+    let (x, rstd, dy, rows) = (&*qkv, &*rstd, &*dout, inputs.rows());
+    let tasks = dqkv.par_chunks_mut(BLOCK * width).zip(partial.par_chunks_mut(3 * d)).enumerate();
+    tasks.for_each(|(block, (dx, partial))| {
+        let first = block * BLOCK;
+        let (x, dy) = (&x[first * width..][..dx.len()], &dy[first * width..][..dx.len()]);
+        backward_rows(family, rows, first, x, &rstd[first * rotated..], dy, dx, store, partial);
     });
-    if let Some([query, key]) = dnorms {
-        for (offset, (slot, store)) in [(0, query), (d, key)] {
-            add_blocks(&partial, 2 * d, offset, &mut storage::write::<f32>(OP, slot)?, store);
+    for (i, (gradient, store)) in dnorms.into_iter().flatten().enumerate() {
+        let mut gradient = storage::write::<f32>(OP, gradient)?;
+        if gradient.len() != d {
+            return Err(Error::op(OP, format!("a gain's gradient of {d}"), gradient.len().to_string()));
         }
+        rms_norm::add_blocks(&partial, 3 * d, i * d, &mut gradient, store);
     }
     ctx.recycle(partial);
     Ok(())
 }
 
-simd_fn! {
-fn backward_heads<S>(
-    x: &[f32],
+/// What both directions read, borrowed and checked.
+struct Inputs<'a> {
     heads: Heads,
-    gains: Option<(&[f32], &[f32])>,
-    rstd: &[f32],
-    angles: (&[f32], &[f32]),
-    dy: &[f32],
-    dx: (&mut [f32], Store),
-    sums: &mut [f32],
-    turned: &mut [f32],
-) {
-    let (d, half) = (heads.dim, heads.dim / 2);
-    let (cos, sin) = (&angles.0[..half], &angles.1[..half]);
-    let (query_sums, key_sums) = sums.split_at_mut(d);
-    for head in 0..heads.attention + heads.key_value {
-        let span = head * d..head * d + d;
-        let (dy, dx, store) = (&dy[span.clone()], &mut dx.0[span.clone()], dx.1);
-        {
-            // The rotation's transpose turns back.
-            let ((d0, d1), (t0, t1)) = (dy.split_at(half), turned.split_at_mut(half));
-            let (d0, d1, t0, t1) = (&d0[..half], &d1[..half], &mut t0[..half], &mut t1[..half]);
-            for i in 0..half {
-                t0[i] = S::fma(d0[i], cos[i], d1[i] * sin[i]);
-                t1[i] = S::fma(d1[i], cos[i], -(d0[i] * sin[i]));
+    seq: usize,
+    cos: Read<'a, f32>,
+    sin: Read<'a, f32>,
+    norms: Option<([Read<'a, f32>; 2], f32)>,
+}
+
+impl<'a> Inputs<'a> {
+    fn new(heads: Heads, norms: Option<Norms<'a>>, table: &'a Table, seq: usize) -> Result<Self> {
+        heads.check(OP)?;
+        let (cos, sin) = (storage::read::<f32>(OP, &table.cos)?, storage::read::<f32>(OP, &table.sin)?);
+        let half = heads.dim / 2;
+        let fits = table.cos.dims() == table.sin.dims() && table.cos.dims().last() == Some(&half);
+        if !fits || cos.len() < seq * half || heads.dim % 2 == 1 {
+            let expected = format!("angles of {seq} positions for heads of {}", heads.dim);
+            return Err(Error::op(OP, expected, format!("{:?}", table.cos.shape())));
+        }
+        let norms = match norms {
+            None => None,
+            Some(Norms { query, key, eps }) => {
+                let gains = [storage::read::<f32>(OP, query)?, storage::read::<f32>(OP, key)?];
+                if gains.iter().any(|gain| gain.len() != heads.dim) {
+                    let found = format!("{} and {}", gains[0].len(), gains[1].len());
+                    return Err(Error::op(OP, format!("gains of {}", heads.dim), found));
+                }
+                Some((gains, eps))
+            }
+        };
+        Ok(Self { heads, seq, cos, sin, norms })
+    }
+
+    /// N, which must be whole sequences.
+    fn rows_of(&self, x: &[f32]) -> Result<usize> {
+        let (width, n) = (self.heads.qkv_size(), x.len() / self.heads.qkv_size());
+        if n * width != x.len() || self.seq == 0 || !n.is_multiple_of(self.seq) {
+            let expected = format!("sequences of {} rows of {width}", self.seq);
+            return Err(Error::op(OP, expected, format!("{} elements", x.len())));
+        }
+        Ok(n)
+    }
+
+    fn rows(&self) -> Rows<'_> {
+        let gains = self.norms.as_ref().map(|([query, key], eps)| ([&**query, &**key], *eps));
+        Rows { heads: self.heads, seq: self.seq, cos: &self.cos, sin: &self.sin, gains }
+    }
+}
+
+/// `Inputs` as slices, for the loops.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    heads: Heads,
+    seq: usize,
+    cos: &'a [f32],
+    sin: &'a [f32],
+    /// Gains of query and key, and epsilon.
+    gains: Option<([&'a [f32]; 2], f32)>,
+}
+
+impl<'a> Rows<'a> {
+    /// Cosines and sines of a row's position.
+    #[inline(always)]
+    fn angles(&self, row: usize) -> (&'a [f32], &'a [f32]) {
+        let (half, position) = (self.heads.dim / 2, row % self.seq);
+        (&self.cos[position * half..][..half], &self.sin[position * half..][..half])
+    }
+}
+
+simd_fn! {
+/// Rows `first..` of the forward.
+fn forward_rows<S>(rows: Rows, first: usize, x: &[f32], y: &mut [f32], rstd: &mut [f32]) {
+    let Heads { attention, key_value, dim } = rows.heads;
+    let (width, rotated) = (rows.heads.qkv_size(), attention + key_value);
+    for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
+        let (cos, sin) = rows.angles(first + r);
+        for h in 0..rotated {
+            let (x, y) = (&x[h * dim..][..dim], &mut y[h * dim..][..dim]);
+            match rows.gains {
+                None => turn::<S>(x, cos, sin, y),
+                Some((gains, eps)) => {
+                    let factor = rms_norm::inverse_rms::<S>(x, eps);
+                    rstd[r * rotated + h] = factor;
+                    turn_scaled::<S>(x, factor, gains[usize::from(h >= attention)], cos, sin, y);
+                }
             }
         }
-        let is_query = head < heads.attention;
-        match gains {
-            None => dx.iter_mut().zip(&*turned).for_each(|(dx, t)| store.put(dx, *t)),
-            Some((query, key)) => {
-                let (gain, sums) = if is_query { (query, &mut *query_sums) } else { (key, &mut *key_sums) };
-                backward_row::<S>(&x[span], gain, rstd[head], turned, (dx, store), sums);
-            }
-        }
+        y[rotated * dim..].copy_from_slice(&x[rotated * dim..]);
     }
 }
 }
 
-/// `forward` of one row at position t, in f64.
-pub fn reference(x: &[f32], heads: Heads, gains: Option<(&[f32], &[f32])>, eps: f32, theta: f64, t: usize) -> Vec<f64> {
-    let (d, half) = (heads.dim, heads.dim / 2);
-    let mut y: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
-    for head in 0..heads.attention + heads.key_value {
-        let y = &mut y[head * d..][..d];
-        if let Some((query, key)) = gains {
-            let gain = if head < heads.attention { query } else { key };
-            let rstd = 1.0 / (y.iter().map(|y| y * y).sum::<f64>() / d as f64 + f64::from(eps)).sqrt();
-            y.iter_mut().zip(gain).for_each(|(y, w)| *y *= rstd * f64::from(*w));
+simd_fn! {
+/// Rows `first..` of the backward; `partial` gets the sums of both gains' gradients.
+fn backward_rows<S>(rows: Rows, first: usize, x: &[f32], rstd: &[f32], dy: &[f32], dx: &mut [f32], store: Store, partial: &mut [f32]) {
+    let Heads { attention, key_value, dim } = rows.heads;
+    let (width, rotated) = (rows.heads.qkv_size(), attention + key_value);
+    let (sums, turned) = partial.split_at_mut(2 * dim);
+    sums.fill(0.0);
+    let (query_sums, key_sums) = sums.split_at_mut(dim);
+    for (r, ((x, dy), dx)) in x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(dx.chunks_exact_mut(width)).enumerate() {
+        let (cos, sin) = rows.angles(first + r);
+        for h in 0..rotated {
+            let (x, dx) = (&x[h * dim..][..dim], &mut dx[h * dim..][..dim]);
+            turn_back::<S>(&dy[h * dim..][..dim], cos, sin, turned);
+            match rows.gains {
+                None => dx.iter_mut().zip(&*turned).for_each(|(dx, g)| store.put(dx, *g)),
+                Some((gains, _)) => {
+                    let (gain, sums) =
+                        if h < attention { (gains[0], &mut *query_sums) } else { (gains[1], &mut *key_sums) };
+                    rms_norm::backward_row::<S>(x, gain, rstd[r * rotated + h], turned, (dx, store), sums);
+                }
+            }
         }
-        for i in 0..half {
-            let (sin, cos) = (t as f64 * theta.powf(-2.0 * i as f64 / d as f64)).sin_cos();
-            (y[i], y[i + half]) = (y[i] * cos - y[i + half] * sin, y[i + half] * cos + y[i] * sin);
+        let values = rotated * dim..;
+        dx[values.clone()].iter_mut().zip(&dy[values]).for_each(|(dx, g)| store.put(dx, *g));
+    }
+}
+}
+
+#[inline(always)]
+fn turn<S: Simd>(x: &[f32], cos: &[f32], sin: &[f32], y: &mut [f32]) {
+    let half = cos.len();
+    let (sin, (x0, x1), (y0, y1)) = (&sin[..half], x.split_at(half), y.split_at_mut(half));
+    let (x1, y0, y1) = (&x1[..half], &mut y0[..half], &mut y1[..half]);
+    for i in 0..half {
+        y0[i] = S::fma(x0[i], cos[i], -x1[i] * sin[i]);
+        y1[i] = S::fma(x1[i], cos[i], x0[i] * sin[i]);
+    }
+}
+
+/// `turn` of x * factor * gain.
+#[inline(always)]
+fn turn_scaled<S: Simd>(x: &[f32], factor: f32, gain: &[f32], cos: &[f32], sin: &[f32], y: &mut [f32]) {
+    let half = cos.len();
+    let (sin, (x0, x1), (y0, y1)) = (&sin[..half], x.split_at(half), y.split_at_mut(half));
+    let (x1, y0, y1, (gain0, gain1)) = (&x1[..half], &mut y0[..half], &mut y1[..half], gain.split_at(half));
+    let gain1 = &gain1[..half];
+    for i in 0..half {
+        let (a, b) = (x0[i] * factor * gain0[i], x1[i] * factor * gain1[i]);
+        y0[i] = S::fma(a, cos[i], -b * sin[i]);
+        y1[i] = S::fma(b, cos[i], a * sin[i]);
+    }
+}
+
+/// The inverse turn, which is the transposed one.
+#[inline(always)]
+fn turn_back<S: Simd>(y: &[f32], cos: &[f32], sin: &[f32], x: &mut [f32]) {
+    let half = cos.len();
+    let (sin, (y0, y1), (x0, x1)) = (&sin[..half], y.split_at(half), x.split_at_mut(half));
+    let (y1, x0, x1) = (&y1[..half], &mut x0[..half], &mut x1[..half]);
+    for i in 0..half {
+        x0[i] = S::fma(y0[i], cos[i], y1[i] * sin[i]);
+        x1[i] = S::fma(y1[i], cos[i], -y0[i] * sin[i]);
+    }
+}
+
+/// `forward` of rows of (H+2K)D in plain f64; `gains` are those of query and key and epsilon.
+pub fn reference(qkv: &[f32], heads: Heads, gains: Option<([&[f32]; 2], f32)>, theta: f64, seq: usize) -> Vec<f64> {
+    let (width, d) = (heads.qkv_size(), heads.dim);
+    let mut out: Vec<f64> = qkv.iter().map(|&x| f64::from(x)).collect();
+    for (row, out) in out.chunks_exact_mut(width).enumerate() {
+        for h in 0..heads.attention + heads.key_value {
+            let head = &mut out[h * d..][..d];
+            if let Some((gains, eps)) = gains {
+                let x: Vec<f32> = head.iter().map(|&x| x as f32).collect();
+                head.copy_from_slice(&rms_norm::reference(&x, gains[usize::from(h >= heads.attention)], eps));
+            }
+            for i in 0..d / 2 {
+                let angle = (row % seq) as f64 * theta.powf(-2.0 * i as f64 / d as f64);
+                let (a, b) = (head[i], head[i + d / 2]);
+                head[i] = a * angle.cos() - b * angle.sin();
+                head[i + d / 2] = b * angle.cos() + a * angle.sin();
+            }
         }
     }
-    y
+    out
 }

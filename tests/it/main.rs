@@ -1,5 +1,4 @@
 //! The integration tests, in one binary: each file is an area.
-mod layering;
 mod model;
 mod oracle;
 mod reference;
