@@ -1,6 +1,15 @@
-//! gpt
+//! Train small GPTs from scratch on one's own machine, and sample from them.
+//!
+//! The letters of shapes: B batch, T time (tokens of a sequence), C channels (hidden_size), H heads, K key/value heads,
+//! D head dim, F feed-forward width, V vocabulary; N = B T rows.
+//!
+//! Dependencies go one way (tests/it/layering.rs holds the table):
+//! main -> cli -> recipes -> { trainer, engine, eval, checkpoint } -> model -> nn -> tape -> ops -> candle.
+pub mod checkpoint;
 pub mod data;
+pub mod device;
 pub mod error;
+pub mod eval;
 pub mod model;
 pub mod nn;
 pub mod ops;
@@ -8,3 +17,4 @@ pub mod preset;
 pub mod random;
 pub mod tape;
 pub mod tokenizer;
+pub mod trainer;

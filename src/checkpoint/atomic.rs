@@ -11,9 +11,8 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let temporary = folder.join(format!(".{name}.{}", std::process::id()));
-    let written = create(&temporary, bytes).and_then(|()| {
-        std::fs::rename(&temporary, path).map_err(|e| Error::io("rename", path, e))
-    });
+    let written = create(&temporary, bytes)
+        .and_then(|()| std::fs::rename(&temporary, path).map_err(|e| Error::io("rename", path, e)));
     if written.is_err() {
         let _ = std::fs::remove_file(&temporary);
     }

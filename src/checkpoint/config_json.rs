@@ -11,7 +11,9 @@ use crate::model::config::{GptConfig, ModelType};
 pub fn write(config: &GptConfig, end_of_text: u32) -> Result<String> {
     let windowed = config.windows.iter().flatten().next().copied();
     let one_kind = config.windows.iter().all(|w| *w == windowed);
-    if windowed.is_some() && (config.model_type == ModelType::Llama || config.model_type == ModelType::Mistral && !one_kind) {
+    if windowed.is_some()
+        && (config.model_type == ModelType::Llama || config.model_type == ModelType::Mistral && !one_kind)
+    {
         let what = format!("{} has no such pattern of windows", config.model_type.name());
         return Err(Error::usage(what).with_hint("use model_type qwen3"));
     }
@@ -67,7 +69,8 @@ fn number(wide: f64, narrow: f32) -> f64 {
 /// Reads config.json at `path`. Missing keys have transformers' defaults; what this decoder cannot compute is refused.
 pub fn read(path: &Path) -> Result<GptConfig> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
-    let json: Value = serde_json::from_str(&text).map_err(|e| Error::file(path, "a model's config.json", e.to_string()))?;
+    let json: Value =
+        serde_json::from_str(&text).map_err(|e| Error::file(path, "a model's config.json", e.to_string()))?;
     Reader { path, json }.config()
 }
 
@@ -125,11 +128,19 @@ impl Reader<'_> {
         let kind = scaling.and_then(|s| s.get("rope_type").or_else(|| s.get("type"))).and_then(Value::as_str);
         let act = self.json["hidden_act"].as_str().unwrap_or("silu");
         let checks = [
-            (kind.is_none_or(|k| k == "default"), "plain rotary positions", format!("rope_type `{}`", kind.unwrap_or("?"))),
+            (
+                kind.is_none_or(|k| k == "default"),
+                "plain rotary positions",
+                format!("rope_type `{}`", kind.unwrap_or("?")),
+            ),
             (act == "silu", "hidden_act silu", format!("`{act}`")),
             (self.json["attention_bias"] != true, "attention without bias", "attention_bias true".to_owned()),
             (self.json["mlp_bias"] != true, "layers without bias", "mlp_bias true".to_owned()),
-            (self.json["quantization_config"].is_null(), "weights in floating point", "a quantization_config".to_owned()),
+            (
+                self.json["quantization_config"].is_null(),
+                "weights in floating point",
+                "a quantization_config".to_owned(),
+            ),
         ];
         match checks.into_iter().find(|(fine, ..)| !fine) {
             None => Ok(()),
@@ -209,7 +220,8 @@ mod tests {
 
     #[test]
     fn what_cannot_be_computed_is_refused_by_name() {
-        let good: Value = serde_json::from_str(&write(&config(ModelType::Llama, vec![None, None]), 0).unwrap()).unwrap();
+        let good: Value =
+            serde_json::from_str(&write(&config(ModelType::Llama, vec![None, None]), 0).unwrap()).unwrap();
         for (key, value, said) in [
             ("model_type", json!("gpt2"), "gpt2"),
             ("attention_bias", json!(true), "attention_bias"),

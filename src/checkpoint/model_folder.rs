@@ -59,7 +59,9 @@ impl ModelFolder {
     /// Every tensor must be one that the config calls for: a stray one means that the two do not belong together.
     fn check_names(&self) -> Result<()> {
         let wanted = Gpt::tensor_shapes(&self.config);
-        let known = |name: &str| wanted.iter().any(|(n, _)| n == name) || name == "lm_head.weight" || name.ends_with("inv_freq");
+        let known = |name: &str| {
+            wanted.iter().any(|(n, _)| n == name) || name == "lm_head.weight" || name.ends_with("inv_freq")
+        };
         let stray = self.weights.list().find(|(name, ..)| !known(name));
         match stray {
             None => Ok(()),

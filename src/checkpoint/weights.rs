@@ -23,7 +23,8 @@ pub fn to_bytes(tensors: &[NamedTensor]) -> Result<Vec<u8>> {
     let mut views = BTreeMap::new();
     for (tensor, bytes) in &raw {
         let view = TensorView::new(Dtype::F32, tensor.shape.clone(), bytes);
-        let view = view.map_err(|e| Error::op("safetensors", "data of the tensor's shape", format!("{}: {e}", tensor.name)))?;
+        let view =
+            view.map_err(|e| Error::op("safetensors", "data of the tensor's shape", format!("{}: {e}", tensor.name)))?;
         views.insert(tensor.name.clone(), view);
     }
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
@@ -94,7 +95,9 @@ impl Weights {
 
     /// (name, dtype, shape) of every tensor, sorted by name.
     pub fn list(&self) -> impl Iterator<Item = (&str, String, &[usize])> {
-        self.entries.iter().map(|(name, e)| (name.as_str(), format!("{:?}", e.dtype).to_lowercase(), e.shape.as_slice()))
+        self.entries
+            .iter()
+            .map(|(name, e)| (name.as_str(), format!("{:?}", e.dtype).to_lowercase(), e.shape.as_slice()))
     }
 
     pub fn contains(&self, name: &str) -> bool {

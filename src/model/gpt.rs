@@ -111,6 +111,33 @@ impl Gpt {
         &self.parameters
     }
 
+    /// Name and shape of every tensor of a model of `config`, in the order of the parameters.
+    pub fn tensor_shapes(config: &GptConfig) -> Vec<(String, Vec<usize>)> {
+        let (c, f, d, v) = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size);
+        let (q, kv) = (config.attention_size(), config.num_key_value_heads * d);
+        let mut shapes = vec![("model.embed_tokens.weight".to_owned(), vec![v, c])];
+        for layer in 0..config.num_hidden_layers {
+            let mut add = |part: &str, shape: &[usize]| {
+                shapes.push((format!("model.layers.{layer}.{part}.weight"), shape.to_vec()));
+            };
+            add("input_layernorm", &[c]);
+            [("q", q), ("k", kv), ("v", kv)].iter().for_each(|(p, n)| add(&format!("self_attn.{p}_proj"), &[*n, c]));
+            if config.qk_norm() {
+                ["q", "k"].iter().for_each(|p| add(&format!("self_attn.{p}_norm"), &[d]));
+            }
+            add("self_attn.o_proj", &[c, q]);
+            add("post_attention_layernorm", &[c]);
+            add("mlp.gate_proj", &[f, c]);
+            add("mlp.up_proj", &[f, c]);
+            add("mlp.down_proj", &[c, f]);
+        }
+        shapes.push(("model.norm.weight".to_owned(), vec![c]));
+        if !config.tie_word_embeddings {
+            shapes.push(("lm_head.weight".to_owned(), vec![v, c]));
+        }
+        shapes
+    }
+
     /// The normed output of the last block, (N, C): what the head reads.
     pub fn hidden(&self, ctx: &mut Ctx, tape: &mut Tape, inputs: &[u32], seq: usize, dropout: Dropout) -> Result<Var> {
         if seq == 0 || inputs.len() % seq != 0 || seq > self.config.max_position_embeddings {

@@ -84,6 +84,18 @@ impl Parameter {
         fill(self.gradient(), store)
     }
 
+    /// The named row ranges of `tensor`, which has this parameter's shape: (name, shape, elements).
+    pub fn split(&self, tensor: &Tensor) -> Result<Vec<(String, Vec<usize>, Vec<f32>)>> {
+        let data = storage::read::<f32>("split", tensor)?;
+        let columns = tensor.dims().get(1).copied().unwrap_or(1);
+        let part = |p: &Part| {
+            let mut shape = tensor.dims().to_vec();
+            shape[0] = p.rows.len();
+            (p.name.clone(), shape, data[p.rows.start * columns..p.rows.end * columns].to_vec())
+        };
+        Ok(self.parts.iter().map(part).collect())
+    }
+
     /// Counts changes of the master; packed forms remember the version that they were made from.
     pub fn version(&self) -> u64 {
         self.version.load(Relaxed)

@@ -77,11 +77,9 @@ pub fn forward(
     }
     ctx.recycle(packed);
     let sum: f64 = nll.iter().map(|x| f64::from(*x)).sum();
-    Ok(Output {
-        loss: ctx.value(vec![(sum * f64::from(scale)) as f32], 1),
-        nll: ctx.value(nll, n),
-        dx: dx.map(|dx| ctx.value(dx, (n, c))),
-    })
+    let mut loss = ctx.vec(1);
+    loss[0] = (sum * f64::from(scale)) as f32;
+    Ok(Output { loss: ctx.value(loss, 1), nll: ctx.value(nll, n), dx: dx.map(|dx| ctx.value(dx, (n, c))) })
 }
 
 /// The loss of each row of logits (M, V); with `scale` they become (softmax - onehot) * scale.

@@ -79,7 +79,9 @@ impl Trainer {
         parameters
             .map(|p| match p.has_gradient() {
                 true => Ok(p.gradient().clone()),
-                false => Err(Error::op("train_step", "a gradient for every parameter", format!("none for {}", p.name()))),
+                false => {
+                    Err(Error::op("train_step", "a gradient for every parameter", format!("none for {}", p.name())))
+                }
             })
             .collect()
     }
@@ -92,6 +94,40 @@ impl Trainer {
             learning_rate,
             skipped: self.scalars.get(Scalar::Skip)? != 0.0,
         })
+    }
+
+    /// Everything that resuming needs as named tensors: (kind, name, shape, elements), kinds being weight, moments, average.
+    pub fn state(&self) -> Result<Vec<(&'static str, String, Vec<usize>, Vec<f32>)>> {
+        let parameters = self.model.parameters();
+        let weights = ("weight", parameters.iter().map(|p| Some(p.master())).collect());
+        let mut state = Vec::new();
+        for (kind, tensors) in std::iter::once(weights).chain(self.optimizer.state()) {
+            for (parameter, tensor) in parameters.iter().zip(tensors) {
+                let Some(tensor) = tensor else { continue };
+                state.extend(parameter.split(tensor)?.into_iter().map(|(name, shape, data)| (kind, name, shape, data)));
+            }
+        }
+        Ok(state)
+    }
+
+    /// Fills everything of `state` from `source` (kind, name, shape).
+    pub fn restore(&mut self, source: &mut dyn FnMut(&str, &str, &[usize]) -> Result<Vec<f32>>) -> Result<()> {
+        let parameters = self.model.parameters();
+        let weights = ("weight", parameters.iter().map(|p| Some(p.master())).collect());
+        for (kind, tensors) in std::iter::once(weights).chain(self.optimizer.state()) {
+            for (parameter, tensor) in parameters.iter().zip(tensors) {
+                let Some(tensor) = tensor else { continue };
+                let mut data = Vec::with_capacity(tensor.elem_count());
+                for part in &parameter.parts {
+                    let mut shape = tensor.dims().to_vec();
+                    shape[0] = part.rows.len();
+                    data.extend(source(kind, &part.name, &shape)?);
+                }
+                storage::write::<f32>("restore", tensor)?.copy_from_slice(&data);
+                parameter.touch();
+            }
+        }
+        Ok(())
     }
 
     /// Puts the averaged weights in place of the trained ones, or back: the same call undoes itself. Nothing without EMA.
