@@ -1,4 +1,5 @@
 //! gpt
+pub mod engine;
 pub mod error;
 pub mod model;
 pub mod nn;

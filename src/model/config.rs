@@ -73,7 +73,8 @@ impl GptConfig {
     /// at half the square), without the optimizer: 6 N + 6 L H D T for full layers.
     pub fn training_flops_per_token(&self, context: usize) -> f64 {
         let matrices = self.parameters() - self.vocab_size * self.hidden_size * usize::from(!self.tie_word_embeddings);
-        let attention: usize = self.windows.iter().map(|w| w.unwrap_or(context).min(context) * self.attention_size()).sum();
+        let attention: usize =
+            self.windows.iter().map(|w| w.unwrap_or(context).min(context) * self.attention_size()).sum();
         6.0 * (matrices + attention) as f64
     }
 

@@ -1,1 +1,3 @@
-//! Integration tests
+//! The integration tests, in one binary: each file is an area.
+mod engine;
+mod plain;

@@ -144,6 +144,19 @@ impl Table {
         self.recent.truncate(blocks.saturating_sub(self.first));
     }
 
+    /// Whether the page of a position is there.
+    #[cfg(test)]
+    pub(crate) fn holds(&self, position: usize) -> bool {
+        self.page(position / PAGE).is_some()
+    }
+
+    /// The first value of a position.
+    #[cfg(test)]
+    pub(crate) fn value(&self, position: usize) -> f32 {
+        let page = self.page(position / PAGE).expect("the test wrote it");
+        page.values(0, self.heads.dim)[position % PAGE * self.heads.dim]
+    }
+
     /// Memory of the pages, in bytes; shared ones count in each table.
     pub fn bytes(&self) -> usize {
         (self.pinned.len() + self.recent.len()) * 2 * self.heads.key_value * self.heads.dim * PAGE * 4

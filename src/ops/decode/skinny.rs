@@ -144,7 +144,15 @@ impl Job<'_> {
             let cols = tile_width.min(n.saturating_sub(column));
             // SAFETY: row `first + rows - 1` < m and columns `column..column + cols` <= n lie inside y, and this
             // task alone writes them.
-            unsafe { tile.run(self.family, rows, tile_width, Target { y: self.y.0.add(first * n + column), n, cols }, self.add) };
+            unsafe {
+                tile.run(
+                    self.family,
+                    rows,
+                    tile_width,
+                    Target { y: self.y.0.add(first * n + column), n, cols },
+                    self.add,
+                )
+            };
         }
     }
 }
