@@ -5,6 +5,7 @@
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::ops::ctx::Ctx;
+use crate::ops::decode::aligned::Arena;
 use crate::ops::decode::attend::attend;
 use crate::ops::decode::head::{Head, embed, head};
 use crate::ops::decode::layer::{down, gate_up, out, project};
@@ -51,7 +52,7 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
         Ok(data)
     }
 
-    fn layer(&mut self, index: usize) -> Result<Layer> {
+    fn layer(&mut self, arena: &mut Arena, index: usize) -> Result<Layer> {
         let config = self.config;
         let (c, f, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
         let (q, kv) = (config.attention_size(), config.num_key_value_heads * d);
@@ -65,23 +66,23 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
         };
         Ok(Layer {
             input_layernorm: get("input_layernorm", &[c])?,
-            qkv_proj: Panels::pack(&qkv.each_ref().map(|w| &w[..]), c),
+            qkv_proj: Panels::pack(arena, &qkv.each_ref().map(|w| &w[..]), c),
             qk_norm,
-            o_proj: Panels::pack(&[&get("self_attn.o_proj", &[c, q])?], q),
+            o_proj: Panels::pack(arena, &[&get("self_attn.o_proj", &[c, q])?], q),
             post_attention_layernorm: get("post_attention_layernorm", &[c])?,
-            gate_up_proj: Panels::pack(&[&get("mlp.gate_proj", &[f, c])?, &get("mlp.up_proj", &[f, c])?], c),
-            down_proj: Panels::pack(&[&get("mlp.down_proj", &[c, f])?], f),
+            gate_up_proj: Panels::pack(arena, &[&get("mlp.gate_proj", &[f, c])?, &get("mlp.up_proj", &[f, c])?], c),
+            down_proj: Panels::pack(arena, &[&get("mlp.down_proj", &[c, f])?], f),
         })
     }
 
-    fn head(&mut self) -> Result<Head> {
+    fn head(&mut self, arena: &mut Arena) -> Result<Head> {
         let (v, c) = (self.config.vocab_size, self.config.hidden_size);
         let table = self.get("model.embed_tokens.weight", &[v, c])?;
         let norm = self.get("model.norm.weight", &[c])?;
         if self.config.tie_word_embeddings {
-            return Ok(Head { embed_tokens: None, norm, lm_head: Panels::pack(&[&table], c) });
+            return Ok(Head { embed_tokens: None, norm, lm_head: Panels::pack(arena, &[&table], c) });
         }
-        let lm_head = Panels::pack(&[&self.get("lm_head.weight", &[v, c])?], c);
+        let lm_head = Panels::pack(arena, &[&self.get("lm_head.weight", &[v, c])?], c);
         Ok(Head { embed_tokens: Some(table), norm, lm_head })
     }
 }
@@ -106,8 +107,9 @@ impl Model {
     pub fn load(config: &GptConfig, get: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>) -> Result<Self> {
         config.validate()?;
         let mut source = Source { get, config };
-        let head = source.head()?;
-        let layers = (0..config.num_hidden_layers).map(|i| source.layer(i)).collect::<Result<_>>()?;
+        let arena = &mut Arena::default();
+        let head = source.head(arena)?;
+        let layers = (0..config.num_hidden_layers).map(|i| source.layer(arena, i)).collect::<Result<_>>()?;
         Ok(Self { layers, head })
     }
 

@@ -5,9 +5,12 @@
 //! length. Wholly masked blocks are skipped and masked keys add exact zeros; all 64 slots go through the same vector
 //! code, so the order of every sum depends only on position, window and sinks (arXiv 2309.17453 for the latter).
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
-use super::pages::{PAGE, Page, Table};
+use super::aligned::prefetch;
+use super::pages::{PAGE, Table};
 use super::{Tables, Workspace};
 use crate::error::Result;
 use crate::ops::ctx::Ctx;
@@ -20,7 +23,7 @@ const PARALLEL: usize = 512;
 pub fn attend(ctx: &mut Ctx, ws: &mut Workspace, tables: &impl Tables) -> Result<()> {
     ctx.launch(0);
     let (family, heads) = (ctx.family(), ws.sizes.heads);
-    let (size, part) = (heads.attention * heads.dim, heads.group() * heads.dim);
+    let (size, part) = (heads.attention_size(), heads.group() * heads.dim);
     let (lanes, query) = (&ws.lanes, &ws.query);
     let task = |(i, out): (usize, &mut [f32])| {
         let (lane, head) = (lanes[i / heads.key_value], i % heads.key_value);
@@ -92,12 +95,15 @@ fn attend_group<S>(query: Query, table: &Table, head: usize, out: &mut [f32]) {
                 continue;
             }
             let page = table.page(block).expect("visible positions were written and are kept");
-            let mut scores = score::<S>(window, page.keys(head, dim));
+            // While one half of a block is worked on, the other and then the next block's are on their way.
+            let (keys, values) = (page.keys(head, dim), page.values(head, dim));
+            let next = table.page(block + 1).map_or(keys, |page| page.keys(head, dim));
+            let mut scores = score::<S>(window, keys, values);
             if let (Some(query), true) = (sinks, visible.sinks > 0) {
-                let turned = score::<S>(query, page.keys(head, dim));
+                let turned = score::<S>(query, keys, values);
                 scores[..visible.sinks].copy_from_slice(&turned[..visible.sinks]);
             }
-            state.add::<S>(scores, visible, page, head);
+            state.add::<S>(scores, visible, values, next);
             block += 1;
         }
         let sum = state.sum;
@@ -115,7 +121,7 @@ struct State<'a> {
 
 impl State<'_> {
     #[inline(always)]
-    fn add<S: Simd>(&mut self, scores: [f32; PAGE], visible: Visible, page: &Page, head: usize) {
+    fn add<S: Simd>(&mut self, scores: [f32; PAGE], visible: Visible, values: &[f32], next: &[f32]) {
         let Visible { sinks, start, end } = visible;
         let scale = 1.0 / (self.out.len() as f32).sqrt();
         let mut weights = [0f32; PAGE];
@@ -135,21 +141,21 @@ impl State<'_> {
             *weight = simd::exp::<S>(*weight - max);
         }
         self.sum += simd::sum(&weights);
-        let values = page.values(head, self.out.len());
         if sinks < start {
-            accumulate::<S>(self.out, &weights, values, 0, sinks);
-            accumulate::<S>(self.out, &weights, values, start, end);
+            accumulate::<S>(self.out, &weights, values, next, 0..sinks);
+            accumulate::<S>(self.out, &weights, values, next, start..end);
         } else {
-            accumulate::<S>(self.out, &weights, values, 0, end);
+            accumulate::<S>(self.out, &weights, values, next, 0..end);
         }
     }
 }
 
 /// 64 products of a query with the keys (D, 64) of a block, each one chain over D.
 #[inline(always)]
-fn score<S: Simd>(query: &[f32], keys: &[f32]) -> [f32; PAGE] {
+fn score<S: Simd>(query: &[f32], keys: &[f32], next: &[f32]) -> [f32; PAGE] {
     let mut acc = [0f32; PAGE];
-    for (q, keys) in query.iter().zip(keys.as_chunks::<PAGE>().0) {
+    for ((i, q), keys) in query.iter().enumerate().zip(keys.as_chunks::<PAGE>().0) {
+        prefetch::<PAGE>(next.as_ptr().wrapping_add(i * PAGE));
         for j in 0..PAGE {
             acc[j] = S::fma(*q, keys[j], acc[j]);
         }
@@ -157,21 +163,21 @@ fn score<S: Simd>(query: &[f32], keys: &[f32]) -> [f32; PAGE] {
     acc
 }
 
-/// out += the sum of weight times value over the slots `start..end`, in order. Slots that are not visible hold stale
+/// out += the sum of weight times value over `slots`, in order. Slots that are not visible hold stale
 /// memory: they are left out, which adds the same as a weight of zero would.
 #[inline(always)]
-fn accumulate<S: Simd>(out: &mut [f32], weights: &[f32; PAGE], values: &[f32], start: usize, end: usize) {
+fn accumulate<S: Simd>(out: &mut [f32], weights: &[f32; PAGE], values: &[f32], next: &[f32], slots: Range<usize>) {
     let mut done = 0;
     while out.len() - done >= 64 {
-        columns::<S, 64>(out, done, weights, values, start, end);
+        columns::<S, 64>(out, done, weights, values, next, slots.clone());
         done += 64;
     }
     while out.len() - done >= 16 {
-        columns::<S, 16>(out, done, weights, values, start, end);
+        columns::<S, 16>(out, done, weights, values, next, slots.clone());
         done += 16;
     }
     while done < out.len() {
-        columns::<S, 1>(out, done, weights, values, start, end);
+        columns::<S, 1>(out, done, weights, values, next, slots.clone());
         done += 1;
     }
 }
@@ -183,15 +189,16 @@ fn columns<S: Simd, const N: usize>(
     first: usize,
     weights: &[f32; PAGE],
     values: &[f32],
-    start: usize,
-    end: usize,
+    next: &[f32],
+    slots: Range<usize>,
 ) {
     let dim = out.len();
-    assert!(first + N <= dim && end <= PAGE && values.len() == dim * PAGE);
+    assert!(first + N <= dim && slots.end <= PAGE && values.len() == dim * PAGE);
     let out: &mut [f32; N] = (&mut out[first..first + N]).try_into().expect("N columns");
     let mut acc = *out;
-    let values = values.as_ptr();
-    for j in start..end {
+    let (values, next) = (values.as_ptr(), next.as_ptr());
+    for j in slots {
+        prefetch::<N>(next.wrapping_add(j * dim + first));
         // SAFETY: j < PAGE and first + N <= dim, so the row lies inside the dim * PAGE values.
         let row = unsafe { &*values.add(j * dim + first).cast::<[f32; N]>() };
         for i in 0..N {

@@ -59,7 +59,7 @@ fn normalize(family: Family, weight: &[f32], ws: &mut Workspace) {
 /// Query heads, normalised and rotated to their position and, where that differs, for the sinks.
 fn turn_queries(family: Family, layer: &Layer, ws: &mut Workspace) {
     let (heads, eps) = (ws.sizes.heads, ws.sizes.rms_norm_eps);
-    let (dim, width, size) = (heads.dim, heads.qkv_size(), heads.attention * heads.dim);
+    let (dim, width, size) = (heads.dim, heads.qkv_size(), heads.attention_size());
     let (lanes, qkv, angles) = (&ws.lanes, &ws.qkv, &ws.angles);
     each_lane(&mut ws.query, 2 * size, |i, query| {
         let (window, sinks) = query.split_at_mut(size);

@@ -126,9 +126,9 @@ impl Workspace {
         self.x.resize(n * hidden_size, 0.0);
         self.normed.resize(n * hidden_size, 0.0);
         self.qkv.resize(n * heads.qkv_size(), 0.0);
-        self.query.resize(n * 2 * heads.attention * heads.dim, 0.0);
+        self.query.resize(n * 2 * heads.attention_size(), 0.0);
         self.angles.resize(n * 2 * heads.dim, 0.0);
-        self.attention.resize(n * heads.attention * heads.dim, 0.0);
+        self.attention.resize(n * heads.attention_size(), 0.0);
         self.gate_up.resize(n * 2 * intermediate_size, 0.0);
         self.activation.resize(n * intermediate_size, 0.0);
         for (lane, angles) in lanes.iter().zip(self.angles.chunks_exact_mut(2 * heads.dim)) {

@@ -8,7 +8,7 @@
 
 use rayon::prelude::*;
 
-use super::aligned::Aligned;
+use super::aligned::{Aligned, Arena, prefetch};
 use crate::ops::ctx::Ctx;
 use crate::ops::gemm::Store;
 use crate::ops::simd::{Family, simd_fn};
@@ -29,10 +29,10 @@ pub struct Panels {
 
 impl Panels {
     /// Packs row-major matrices of `k` columns, one below the other.
-    pub fn pack(parts: &[&[f32]], k: usize) -> Self {
+    pub fn pack(arena: &mut Arena, parts: &[&[f32]], k: usize) -> Self {
         let n: usize = parts.iter().map(|part| part.len() / k).sum();
         assert!(parts.iter().all(|part| part.len() % k == 0), "each part has rows of {k}");
-        let mut panels = Self { data: Aligned::zeros(n.div_ceil(LANES) * LANES * k), n, k };
+        let mut panels = Self { data: arena.zeros(n.div_ceil(LANES) * LANES * k), n, k };
         for (i, row) in parts.iter().flat_map(|part| part.chunks_exact(k)).enumerate() {
             let (start, width) = panels.place(i);
             for (to, from) in panels.data[start..].iter_mut().step_by(width).zip(row) {
@@ -231,6 +231,7 @@ fn tile<S, const MR: usize, const NR: usize>(x: &[f32], k: usize, panel: &[f32],
         // SAFETY: p < k, i < MR: the largest indices are those checked above.
         unsafe {
             let w = &*panel.add(p * stride).cast::<[f32; NR]>();
+            prefetch::<NR>(panel.wrapping_add(p * stride + AHEAD));
             for i in 0..MR {
                 let x = *x.add(i * k + p);
                 for j in 0..NR {
@@ -242,6 +243,10 @@ fn tile<S, const MR: usize, const NR: usize>(x: &[f32], k: usize, panel: &[f32],
     acc
 }
 }
+
+/// How many elements ahead a tile asks for its panel: 4 KB. With one row the hardware's prefetch does as well; with four
+/// or more, whose steps take longer, this gained a third on weights in the third-level cache.
+const AHEAD: usize = 1024;
 
 #[cfg(test)]
 mod tests {
@@ -262,7 +267,7 @@ mod tests {
         for ctx in contexts() {
             for (n, k) in [(1, 1), (16, 9), (40, 24), (64, 33), (130, 70), (200, 400)] {
                 let (weight, x) = (numbers(1, n * k), numbers(2, 33 * k));
-                let panels = Panels::pack(&[&weight], k);
+                let panels = Panels::pack(&mut Arena::default(), &[&weight], k);
                 let mut alone = vec![f32::NAN; 33 * n];
                 for (x, y) in x.chunks(k).zip(alone.chunks_mut(n)) {
                     multiply(&ctx, x, &panels, y, Store::Set);
@@ -284,7 +289,7 @@ mod tests {
         for ctx in contexts() {
             let (m, n, k) = (3, 150, 220);
             let (weight, x) = (numbers(1, n * k), numbers(2, m * k));
-            let panels = Panels::pack(&[&weight[..70 * k], &weight[70 * k..]], k);
+            let panels = Panels::pack(&mut Arena::default(), &[&weight[..70 * k], &weight[70 * k..]], k);
             let mut y = vec![0.0; m * n];
             multiply(&ctx, &x, &panels, &mut y, Store::Set);
             for (i, y) in y.iter().enumerate() {
@@ -304,7 +309,7 @@ mod tests {
     fn rows_come_back_out_of_the_panels() {
         let (n, k) = (83, 7);
         let weight = numbers(1, n * k);
-        let panels = Panels::pack(&[&weight], k);
+        let panels = Panels::pack(&mut Arena::default(), &[&weight], k);
         let mut row = vec![0.0; k];
         for (i, want) in weight.chunks(k).enumerate() {
             panels.unpack_row(i, &mut row);
