@@ -18,7 +18,7 @@ pub fn memory() -> (u64, u64) {
     let system = sysinfo::System::new_with_specifics(
         sysinfo::RefreshKind::nothing().with_memory(sysinfo::MemoryRefreshKind::everything()),
     );
-    (system.total_memory(), system.available_memory())
+    system.map_or((0, 0), |system| (system.total_memory(), system.available_memory()))
 }
 
 /// The most memory this process has held so far, in bytes.

@@ -8,6 +8,7 @@
 pub mod checkpoint;
 pub mod data;
 pub mod device;
+pub mod engine;
 pub mod error;
 pub mod eval;
 pub mod model;

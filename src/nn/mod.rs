@@ -1,5 +1,6 @@
-//! Layers: parameters, and the ops that they record on the tape. Called by the model alone.
+//! Layers: parameters, the ops that they record on the tape, and the key/value cache.
 pub mod attention;
+pub mod cache;
 pub mod dropout;
 pub mod embedding;
 pub mod linear;

@@ -4,6 +4,7 @@ pub mod add;
 pub mod attention;
 pub mod cross_entropy;
 pub mod ctx;
+pub mod decode;
 pub mod dropout;
 pub mod embedding;
 pub mod gemm;

@@ -1,4 +1,7 @@
 //! The integration tests, in one binary: each file is an area.
+mod engine;
+mod layering;
 mod model;
 mod oracle;
+mod plain;
 mod reference;

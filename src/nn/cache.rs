@@ -1,0 +1,174 @@
+//! The key/value cache of one row: a page table a layer, one length, and the rule for what may be dropped or cut back.
+//!
+//! Owned by `engine::Row`. The decode ops write and read the tables in place; this file keeps them of one length, shares
+//! them between rows (a clone shares every page until it writes to it) and forgets what no token can see any more.
+
+use crate::error::{Error, Result};
+use crate::ops::decode::pages::Table;
+use crate::ops::heads::Heads;
+
+/// Sinks that full layers keep when the text outgrows the window.
+pub const DEFAULT_SINKS: usize = 4;
+
+/// What a row keeps of its past. The text it makes depends on these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheSettings {
+    /// Keys that a full layer sees, the token itself included; `None` is the model's context. Layers that the model's
+    /// own config windows keep theirs.
+    pub window: Option<usize>,
+    /// First positions that full layers see for ever.
+    pub sinks: usize,
+}
+
+impl Default for CacheSettings {
+    fn default() -> Self {
+        Self { window: None, sinks: DEFAULT_SINKS }
+    }
+}
+
+impl CacheSettings {
+    pub fn validate(&self) -> Result<()> {
+        match self.window {
+            Some(0) => Err(Error::usage("a cache window of 0 keys sees nothing").with_hint("use at least 1")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Window and sinks of a layer whose own window the config gives, in a model of that context.
+    pub fn layer(&self, own: Option<usize>, context: usize) -> (usize, usize) {
+        match own {
+            Some(window) => (window, 0),
+            None => (self.window.unwrap_or(context), self.sinks),
+        }
+    }
+}
+
+/// Keys and values of one row.
+#[derive(Clone)]
+pub struct Cache {
+    tables: Vec<Table>,
+    len: usize,
+    /// Positions that may be taken back at any time: pages that these can need are kept.
+    rewind: usize,
+}
+
+impl Cache {
+    /// An empty cache with one (window, sinks) a layer.
+    pub fn new(heads: Heads, layers: impl IntoIterator<Item = (usize, usize)>, rewind: usize) -> Self {
+        let tables = layers.into_iter().map(|(window, sinks)| Table::new(heads, window, sinks)).collect();
+        Self { tables, len: 0, rewind }
+    }
+
+    /// Positions stored.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn table(&self, layer: usize) -> &Table {
+        &self.tables[layer]
+    }
+
+    pub fn table_mut(&mut self, layer: usize) -> &mut Table {
+        &mut self.tables[layer]
+    }
+
+    /// Where a query at `position` is rotated to for the sinks: the same in all layers that have any.
+    pub fn sink_position(&self, position: usize) -> usize {
+        let full = self.tables.iter().find(|table| table.sinks() > 0);
+        full.map_or(position, |table| table.sink_position(position))
+    }
+
+    /// Notes that every layer has written `count` positions more, and drops the pages that no permitted cut can need.
+    pub fn advance(&mut self, count: usize) {
+        self.len += count;
+        let oldest = self.len.saturating_sub(self.rewind);
+        self.tables.iter_mut().for_each(|table| table.release(oldest));
+    }
+
+    /// Cuts back to the first `len` positions, as if the rest had never been. Fails, changing nothing, if a page that the
+    /// next token would see was dropped, or if there are fewer positions.
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if len > self.len {
+            return Err(Error::op("truncate", format!("at most {} positions", self.len), len.to_string()));
+        }
+        if let Some(table) = self.tables.iter().find(|table| !table.can_truncate(len)) {
+            let dropped = table.dropped();
+            let what = format!("cannot go back to position {len}: {}..{} were dropped", dropped.start, dropped.end);
+            return Err(Error::failed(what).with_hint(format!("at most {} positions can be taken back", self.rewind)));
+        }
+        self.tables.iter_mut().for_each(|table| table.truncate(len));
+        self.len = len;
+        Ok(())
+    }
+
+    /// Memory of the pages; those shared with other rows count here too.
+    pub fn bytes(&self) -> usize {
+        self.tables.iter().map(Table::bytes).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADS: Heads = Heads { attention: 1, key_value: 1, dim: 2 };
+
+    fn fill(cache: &mut Cache, to: usize) {
+        for position in cache.len()..to {
+            let x = [position as f32; 2];
+            cache.tables.iter_mut().for_each(|table| table.write(position, &x, &x));
+            cache.advance(1);
+        }
+    }
+
+    #[test]
+    fn memory_is_bounded_by_window_sinks_and_rewind() {
+        for (window, sinks, pages) in [(1, 0, 3), (64, 4, 5), (100, 130, 8)] {
+            let mut cache = Cache::new(HEADS, [(window, sinks)], 64);
+            fill(&mut cache, 5000);
+            assert!(cache.bytes() <= pages * 64 * 2 * 2 * 4, "window {window}: {} bytes", cache.bytes());
+        }
+    }
+
+    #[test]
+    fn cuts_within_the_rewind_succeed_and_deeper_ones_change_nothing() {
+        for (window, sinks) in [(1, 0), (5, 3), (64, 4), (200, 70)] {
+            for len in [1, 63, 64, 65, 300, 1000] {
+                let mut full = Cache::new(HEADS, [(window, sinks), (2000, 0)], 64);
+                fill(&mut full, len);
+                for to in 0..=len {
+                    let mut cache = full.clone();
+                    let before = (cache.len(), cache.bytes());
+                    match cache.truncate(to) {
+                        Ok(()) => {
+                            fill(&mut cache, to);
+                            assert_eq!(cache.len(), to);
+                            let table = cache.table(0);
+                            for p in (0..to).filter(|p| p + window > to || *p < sinks) {
+                                assert!(table.holds(p), "window {window}, {len} cut to {to}: position {p} is gone");
+                            }
+                            fill(&mut cache, to + 70);
+                        }
+                        Err(_) => {
+                            assert!(to + 64 < len, "window {window}: {len} to {to} must be permitted");
+                            assert_eq!((cache.len(), cache.bytes()), before);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_clone_shares_pages_until_one_side_writes() {
+        let mut first = Cache::new(HEADS, [(1000, 0)], 64);
+        fill(&mut first, 70);
+        let mut second = first.clone();
+        let value = |cache: &Cache, p: usize| cache.table(0).value(p);
+        second.truncate(66).unwrap();
+        second.table_mut(0).write(66, &[-1.0; 2], &[-1.0; 2]);
+        assert_eq!((value(&first, 66), value(&second, 66)), (66.0, -1.0));
+        assert_eq!((value(&first, 65), value(&second, 65)), (65.0, 65.0));
+    }
+}
