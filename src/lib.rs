@@ -6,6 +6,7 @@
 //! Dependencies go one way (tests/it/layering.rs holds the table):
 //! main -> cli -> recipes -> { trainer, engine, eval, checkpoint } -> model -> nn -> tape -> ops -> candle.
 pub mod checkpoint;
+pub mod cli;
 pub mod data;
 pub mod device;
 pub mod engine;
@@ -16,6 +17,7 @@ pub mod nn;
 pub mod ops;
 pub mod preset;
 pub mod random;
+pub mod recipes;
 pub mod tape;
 pub mod tokenizer;
 pub mod trainer;

@@ -1,1 +1,5 @@
-fn main() {}
+//! The `gpt` program: everything is in the library.
+
+fn main() -> std::process::ExitCode {
+    gpt::cli::main()
+}

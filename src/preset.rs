@@ -235,6 +235,29 @@ impl Preset {
         Ok(config)
     }
 
+    /// Takes over the shape of a model that is to be trained on.
+    pub fn adopt(&mut self, config: &GptConfig) {
+        let full = |layer: &usize| config.windows[*layer].is_none();
+        let windowed = config.windows.iter().flatten().next().copied();
+        let m = &mut self.model;
+        m.model_type = config.model_type.name().to_owned();
+        m.num_hidden_layers = config.num_hidden_layers;
+        m.hidden_size = config.hidden_size;
+        m.intermediate_size = config.intermediate_size;
+        m.num_attention_heads = config.num_attention_heads;
+        m.num_key_value_heads = config.num_key_value_heads;
+        m.head_dim = config.head_dim;
+        m.max_position_embeddings = config.max_position_embeddings;
+        m.sliding_window = windowed.unwrap_or(0);
+        m.full_attention_every = match windowed {
+            Some(_) => (0..config.num_hidden_layers).find(full).map_or(0, |layer| layer + 1),
+            None => 0,
+        };
+        m.rms_norm_eps = config.rms_norm_eps;
+        m.rope_theta = config.rope_theta;
+        m.tie_word_embeddings = config.tie_word_embeddings;
+    }
+
     /// Refuses numbers that no run can have.
     pub fn validate(&self) -> Result<()> {
         let t = &self.train;

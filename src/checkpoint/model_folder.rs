@@ -12,6 +12,8 @@ use crate::model::gpt::Gpt;
 #[derive(Clone, Debug)]
 pub struct Companions {
     pub end_of_text: u32,
+    /// What an empty prompt starts from: the end of text between documents, a line break in plain text.
+    pub start: u32,
     pub tokenizer_json: String,
     pub tokenizer_config_json: String,
 }
@@ -20,7 +22,7 @@ pub struct Companions {
 pub fn write(folder: &Path, config: &GptConfig, tensors: &[NamedTensor], companions: &Companions) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
     let generation = serde_json::json!({
-        "bos_token_id": companions.end_of_text,
+        "bos_token_id": companions.start,
         "eos_token_id": companions.end_of_text,
         "do_sample": true,
         "temperature": 1.0,

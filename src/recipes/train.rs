@@ -1,41 +1,40 @@
 //! `gpt train`: from a preset and some text to a model folder.
 //!
-//! Resolves the preset, opens the data, builds or restores the trainer, runs the loop and ends with a report. The commit
+//! Resolves the preset, opens the data, builds or restores the trainer, runs the loop, and ends with a report. The commit
 //! point of a run is its newest complete `steps/NNNNNN/`; everything else in the folder can be made again from it.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use super::horizon;
-use super::report::{Event, Interrupt, Report};
-use super::run_folder::RunFolder;
-use crate::checkpoint::model_folder::ModelFolder;
-use crate::data::{self, Corpus, windows::Windows};
+use super::plan::{self, Resolved};
+use super::report::{Event, Interrupt, Progress, Report};
+use super::run_folder::{RunFolder, State};
+use super::sample;
+use crate::checkpoint::model_folder::{Companions, ModelFolder};
+use crate::checkpoint::steps::{self, StepFolder};
+use crate::data::windows::{Windows, held_out};
 use crate::device;
 use crate::error::{Error, Result};
 use crate::eval::{self, Evaluation};
 use crate::model::gpt::Gpt;
 use crate::ops::{ctx::Ctx, simd::Family};
-use crate::preset::Preset;
-use crate::tokenizer::Tokenizer;
-use crate::trainer::fit::{self, Best, Ended, Hooks, Plan};
+use crate::trainer::fit::{self, Best, Ended, Hooks};
 use crate::trainer::step::{StepRecord, Trainer};
-use crate::trainer::{curve, optimizer, schedule};
 
 /// What `gpt train` was asked to do.
 #[derive(Clone, Debug)]
 pub struct TrainConfig {
-    pub preset: Preset,
-    /// Keys given by flags, in the order given: what a resumed run may be told anew.
+    /// A built-in preset or a file; `None` is tiny, or the run's own when it is resumed.
+    pub preset: Option<String>,
+    /// Keys set by flags, in order.
     pub given: Vec<(String, String)>,
     pub out: Option<PathBuf>,
     pub resume: bool,
     pub init_from: Option<PathBuf>,
-    pub dry_run: bool,
     pub family: Family,
 }
 
-/// What a finished run reports; the keys of `--json`.
+/// What a run reports; the keys of `--json`.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct TrainSummary {
     pub out: PathBuf,
@@ -53,9 +52,230 @@ pub struct TrainSummary {
     pub tokens_per_second: f64,
     pub seconds: f64,
     pub peak_memory_bytes: u64,
-    #[serde(skip)]
-    pub interrupted: bool,
-    /// The loss curve as characters.
+    pub best_val_loss: Option<f64>,
+    /// finished | early_stop | interrupted
+    pub ended: &'static str,
+    /// The loss curve as characters, and a sampled text.
     #[serde(skip)]
     pub curve: String,
+    #[serde(skip)]
+    pub sample: Option<String>,
+}
+
+/// Trains to the end of the plan, or until interrupted; the state is saved either way.
+pub fn run(config: &TrainConfig, report: &mut dyn Report, interrupt: &Interrupt) -> Result<TrainSummary> {
+    let place = plan::place(config)?;
+    let found = find_step(config, &place, report)?;
+    let resolved = plan::resolve(config, &place, found.as_ref(), report)?;
+    refuse_existing(config, &place)?;
+    let mut folder = RunFolder::open(&place)?;
+    let (mut trainer, best) = trainer(config, &resolved, found.as_ref(), &mut folder, report)?;
+    let windows = Windows::new(&resolved.corpus.train, resolved.context, resolved.preset.train.seed);
+    let clock = Clock { start: Instant::now(), first_step: trainer.step, seconds: 0.0 };
+    let mut run =
+        Run { resolved: &resolved, folder, report, interrupt, companions: companions(&resolved), clock, last: None };
+    let (ended, best) = fit::fit(&mut trainer, &resolved.plan, &windows, best, &mut run)?;
+    run.finish(&mut trainer, ended, best)
+}
+
+/// The state to go on from, if that was asked for and there is one.
+fn find_step(config: &TrainConfig, place: &Path, report: &mut dyn Report) -> Result<Option<StepFolder>> {
+    if !config.resume {
+        return Ok(None);
+    }
+    let (step, damaged) = steps::newest(place)?;
+    damaged.into_iter().for_each(|what| report.event(Event::Warning(what)));
+    match &step {
+        Some(step) => report.event(Event::Note(format!("going on from step {} of {}", step.step, place.display()))),
+        None => report.event(Event::Note(format!("no saved state in {}: starting at step 0", place.display()))),
+    }
+    Ok(step)
+}
+
+fn refuse_existing(config: &TrainConfig, place: &Path) -> Result<()> {
+    let used = std::fs::read_dir(place).is_ok_and(|mut entries| entries.next().is_some());
+    if config.resume || !used {
+        return Ok(());
+    }
+    Err(Error::usage(format!("{} exists and is not empty", place.display()))
+        .with_hint("go on with it: --resume; or choose another folder: --out"))
+}
+
+/// A trainer with initial, given or restored weights.
+fn trainer(
+    config: &TrainConfig,
+    resolved: &Resolved,
+    step: Option<&StepFolder>,
+    folder: &mut RunFolder,
+    report: &mut dyn Report,
+) -> Result<(Trainer, Best)> {
+    let preset = &resolved.preset;
+    let mut model = match (&config.init_from, step) {
+        (Some(path), None) => ModelFolder::open(path)?.model()?,
+        _ => Gpt::random(&resolved.config, preset.train.seed)?,
+    };
+    model.recompute = preset.train.recompute;
+    let ctx = Ctx::cpu(config.family);
+    let mut trainer = Trainer::new(ctx, model, resolved.optimizer, preset.model.dropout, preset.train.seed)?;
+    let Some(step) = step else { return Ok((trainer, Best::default())) };
+    let state = folder.restore(step, &mut trainer)?;
+    if state.kernels != config.family.name() {
+        let what = format!(
+            "this run was computed with the {} kernels and goes on with {}: the last bits will differ",
+            state.kernels,
+            config.family.name()
+        );
+        report.event(Event::Warning(what));
+    }
+    let (tokens, tokenizer) = (resolved.corpus.train.len() as u64, resolved.tokenizer.hash());
+    if state.tokenizer != tokenizer {
+        let what = "the run was trained with another tokenizer: its ids mean something else";
+        return Err(Error::failed(what).with_hint("name the tokenizer of the run, or start another run"));
+    }
+    if state.train_tokens != tokens {
+        let what =
+            format!("the training data has {tokens} tokens now, {} before: windows will differ", state.train_tokens);
+        report.event(Event::Warning(what));
+    }
+    Ok((trainer, state.best))
+}
+
+fn companions(resolved: &Resolved) -> Companions {
+    let end_of_text = resolved.tokenizer.end_of_text();
+    let line_break = resolved.tokenizer.encode("\n").ok().and_then(|ids| ids.first().copied());
+    let documents = resolved.corpus.train.has_documents();
+    Companions {
+        end_of_text,
+        start: line_break.filter(|_| !documents).unwrap_or(end_of_text),
+        tokenizer_json: resolved.tokenizer.to_json().to_owned(),
+        tokenizer_config_json: resolved.tokenizer.config_json(resolved.config.max_position_embeddings),
+    }
+}
+
+/// Time spent on steps alone, validation and saving left out.
+struct Clock {
+    start: Instant,
+    first_step: u64,
+    seconds: f64,
+}
+
+/// The run as the training loop sees it.
+struct Run<'a> {
+    resolved: &'a Resolved,
+    folder: RunFolder,
+    report: &'a mut dyn Report,
+    interrupt: &'a Interrupt,
+    companions: Companions,
+    clock: Clock,
+    last: Option<StepRecord>,
+}
+
+impl Run<'_> {
+    fn evaluate(&self, trainer: &mut Trainer, most: u64) -> Result<Option<Evaluation>> {
+        let (tokens, context) = (&self.resolved.corpus.validation, self.resolved.context);
+        let most = if most == 0 { usize::MAX } else { most as usize };
+        let mut taken = 0;
+        let windows = held_out(tokens, context, context).take_while(|w| {
+            taken += w.inputs.len();
+            taken <= most.max(w.inputs.len())
+        });
+        trainer.swap_average()?;
+        let evaluation = eval::evaluate(&mut trainer.ctx, &trainer.model, windows);
+        trainer.swap_average()?;
+        Ok(Some(evaluation?).filter(|e| e.tokens > 0))
+    }
+
+    fn tokens_per_second(&self, step: u64) -> f64 {
+        let tokens = (step - self.clock.first_step) * self.resolved.tokens_per_step();
+        tokens as f64 / self.clock.seconds.max(1e-9)
+    }
+
+    fn finish(mut self, trainer: &mut Trainer, ended: Ended, best: Best) -> Result<TrainSummary> {
+        let interrupted = ended == Ended::Interrupted;
+        let evaluation = if interrupted { None } else { self.evaluate(trainer, 0)? };
+        let sample = if interrupted { None } else { Some(self.sample(trainer)?) };
+        let corpus = &self.resolved.corpus;
+        Ok(TrainSummary {
+            out: self.folder.path.clone(),
+            preset: self.resolved.preset.name.clone(),
+            parameters: self.resolved.config.parameters(),
+            steps: trainer.step,
+            tokens: trainer.step * self.resolved.tokens_per_step(),
+            train_loss: self.last.map(|r| r.loss),
+            val_loss: evaluation.map(|e| e.loss()),
+            val_bpb: evaluation.map(|e| e.bits_per_byte()),
+            entropy_bpb: corpus.entropy_bpb,
+            source_bpb: corpus.source_bpb,
+            tokens_per_second: if self.last.is_some() { self.tokens_per_second(trainer.step) } else { 0.0 },
+            seconds: self.clock.start.elapsed().as_secs_f64(),
+            peak_memory_bytes: device::peak_memory(),
+            best_val_loss: best.val_loss,
+            ended: match ended {
+                Ended::Finished => "finished",
+                Ended::EarlyStop => "early_stop",
+                Ended::Interrupted => "interrupted",
+            },
+            curve: self.folder.characters(),
+            sample,
+        })
+    }
+
+    /// A short text from the weights as they are validated.
+    fn sample(&mut self, trainer: &mut Trainer) -> Result<String> {
+        trainer.swap_average()?;
+        let text =
+            sample::from_model(&trainer.model, trainer.ctx.family(), &self.resolved.tokenizer, self.companions.start);
+        trainer.swap_average()?;
+        text
+    }
+}
+
+impl Hooks for Run<'_> {
+    fn validate(&mut self, trainer: &mut Trainer) -> Result<Option<f64>> {
+        let evaluation = self.evaluate(trainer, self.resolved.preset.train.eval_tokens)?;
+        Ok(evaluation.map(|e| e.loss()))
+    }
+
+    fn improved(&mut self, trainer: &mut Trainer) -> Result<()> {
+        self.folder.write_model(trainer, "best", &self.companions)
+    }
+
+    fn save(&mut self, trainer: &mut Trainer, best: Best) -> Result<()> {
+        let state = State {
+            step: trainer.step,
+            cursor: trainer.cursor,
+            best,
+            kernels: trainer.ctx.family().name().to_owned(),
+            train_tokens: self.resolved.corpus.train.len() as u64,
+            tokenizer: self.resolved.tokenizer.hash(),
+        };
+        let preset = &self.resolved.preset;
+        let place = self.folder.save(trainer, &state, &preset.to_toml(), preset.train.keep, &self.companions)?;
+        self.report.event(Event::Saved(place));
+        Ok(())
+    }
+
+    fn observe(&mut self, record: &StepRecord, seconds: f64, val_loss: Option<f64>) -> Result<()> {
+        self.clock.seconds += seconds;
+        self.last = Some(*record);
+        self.folder.log(record, val_loss)?;
+        let steps = self.resolved.plan.schedule.steps;
+        let tokens_per_second = self.tokens_per_second(record.step);
+        let left = (steps - record.step) * self.resolved.tokens_per_step();
+        self.report.event(Event::Step(Progress {
+            step: record.step,
+            steps,
+            loss: record.loss,
+            val_loss,
+            learning_rate: record.learning_rate,
+            skipped: record.skipped,
+            tokens_per_second,
+            seconds_left: left as f64 / tokens_per_second,
+        }));
+        Ok(())
+    }
+
+    fn interrupted(&self) -> bool {
+        self.interrupt.requested()
+    }
 }

@@ -39,8 +39,8 @@ pub trait Hooks {
     fn improved(&mut self, trainer: &mut Trainer) -> Result<()>;
     /// Writes everything that resuming needs.
     fn save(&mut self, trainer: &mut Trainer, best: Best) -> Result<()>;
-    /// A step is done; `val_loss` if it ended with a validation.
-    fn observe(&mut self, record: &StepRecord, val_loss: Option<f64>) -> Result<()>;
+    /// A step is done; it took `seconds`, and ended with a validation if there is a `val_loss`.
+    fn observe(&mut self, record: &StepRecord, seconds: f64, val_loss: Option<f64>) -> Result<()>;
     /// Whether the user wants to stop.
     fn interrupted(&self) -> bool;
 }
@@ -67,9 +67,11 @@ pub fn fit(
     let mut skips = 0;
     let mut ended = Ended::Finished;
     while trainer.step < plan.schedule.steps {
-        let batches = next_batches(plan, windows, trainer.cursor)?;
+        let start = std::time::Instant::now();
+        let batches = next_batches(plan, windows, trainer.cursor);
         trainer.cursor += (plan.batch * plan.accumulate) as u64;
         let record = trainer.train_step(&batches, plan.schedule.learning_rate(trainer.step))?;
+        let seconds = start.elapsed().as_secs_f64();
         skips = if record.skipped { skips + 1 } else { 0 };
         if skips == MOST_SKIPS {
             return Err(diverged(&record));
@@ -79,7 +81,7 @@ pub fn fit(
         if last || trainer.step % plan.eval_every == 0 {
             val_loss = hooks.validate(trainer)?;
         }
-        hooks.observe(&record, val_loss)?;
+        hooks.observe(&record, seconds, val_loss)?;
         if let Some(loss) = val_loss {
             if best.val_loss.is_none_or(|b| loss < b) {
                 best = Best { val_loss: Some(loss), step: trainer.step, stale: 0 };
@@ -102,7 +104,7 @@ pub fn fit(
 }
 
 /// The micro-batches of the step that begins at `cursor`.
-fn next_batches(plan: &Plan, windows: &Windows, cursor: u64) -> Result<Vec<Batch>> {
+fn next_batches(plan: &Plan, windows: &Windows, cursor: u64) -> Vec<Batch> {
     let micro = |m: usize| {
         let mut batch = Batch::default();
         for row in 0..plan.batch {
@@ -113,7 +115,7 @@ fn next_batches(plan: &Plan, windows: &Windows, cursor: u64) -> Result<Vec<Batch
         }
         batch
     };
-    Ok((0..plan.accumulate).map(micro).collect())
+    (0..plan.accumulate).map(micro).collect()
 }
 
 fn diverged(record: &StepRecord) -> Error {

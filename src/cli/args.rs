@@ -1,0 +1,206 @@
+//! The command line as clap sees it: types and help, no work.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use super::flags::PresetFlags;
+
+/// Train small GPTs from scratch on your own machine, and sample from them
+#[derive(Debug, Parser)]
+#[command(name = "gpt", version, arg_required_else_help = true, infer_subcommands = false)]
+pub struct Cli {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct Global {
+    /// Print one JSON document on the last line of stdout
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Threads to compute with; all cores if not given
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Where to compute: auto or cpu
+    #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
+    pub device: String,
+    /// CPU kernels: avx512, avx2, neon or portable; the fastest that runs here if not given
+    #[arg(long, global = true, value_name = "NAME")]
+    pub cpu_kernels: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Train a model: without arguments, preset tiny on the built-in stories
+    Train(TrainArgs),
+    /// Continue a prompt
+    Sample(SampleArgs),
+    /// Loss, perplexity and bits per byte of a checkpoint on a text
+    Eval(EvalArgs),
+    /// The log-probability of every token of a text
+    Score(ScoreArgs),
+    /// Data sets
+    #[command(subcommand)]
+    Data(DataCommand),
+    /// The built-in presets as a table, or one of them as TOML
+    Presets {
+        /// Print this preset's file
+        preset: Option<String>,
+    },
+    /// What a checkpoint holds
+    Inspect {
+        /// A model folder; the newest run if not given
+        checkpoint: Option<PathBuf>,
+    },
+    /// How fast training and decoding are here
+    #[command(subcommand)]
+    Bench(BenchCommand),
+    /// Shell completions, to be sourced by the shell
+    Completions { shell: clap_complete::Shell },
+    /// This reference in Markdown
+    #[command(hide = true)]
+    Reference,
+}
+
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    /// A built-in preset (`gpt presets` lists them), or a TOML file
+    #[arg(long, value_name = "NAME")]
+    pub preset: Option<String>,
+    /// Folder of the run; by default a new one in checkpoints/
+    #[arg(long, short, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Go on from the newest saved state of the run
+    #[arg(long)]
+    pub resume: bool,
+    /// Start from the weights and the shape of this model
+    #[arg(long, value_name = "CHECKPOINT", conflicts_with = "resume")]
+    pub init_from: Option<PathBuf>,
+    /// Say what the run would need and what would not work, and do nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    #[command(flatten)]
+    pub flags: PresetFlags,
+}
+
+#[derive(Debug, Args)]
+pub struct SampleArgs {
+    /// A model folder; the newest run if not given
+    pub checkpoint: Option<PathBuf>,
+    /// Text to continue; @FILE reads a file, - reads standard input
+    #[arg(long, short, value_name = "TEXT", default_value = "")]
+    pub prompt: String,
+    /// Most tokens to generate
+    #[arg(long, short = 'n', value_name = "N", default_value_t = 400)]
+    pub max_tokens: usize,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 0.8, allow_negative_numbers = true)]
+    pub temperature: f32,
+    /// Keep only the K likeliest tokens; 0 keeps all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub top_k: usize,
+    /// Keep the fewest tokens whose probabilities reach P; 1 keeps all
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub top_p: f32,
+    /// Keep tokens at least P times as likely as the likeliest; 0 keeps all
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub min_p: f32,
+    /// Make tokens that came up before less likely; 1 does not
+    #[arg(long, value_name = "R", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub repetition_penalty: f32,
+    /// Last tokens that the repetition penalty looks at; all if not given
+    #[arg(long, value_name = "N")]
+    pub repetition_window: Option<usize>,
+    /// Seed of the choices
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    pub seed: u64,
+    /// Stop before this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Last tokens kept in the cache; the model's context if not given
+    #[arg(long, value_name = "W")]
+    pub kv_window: Option<usize>,
+    /// First tokens always kept in the cache
+    #[arg(long, value_name = "S", default_value_t = crate::recipes::sample::DEFAULT_SINKS)]
+    pub kv_sinks: usize,
+}
+
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// A model folder; the newest run if not given
+    pub checkpoint: Option<PathBuf>,
+    /// Text to evaluate on; the run's own data if not given
+    #[arg(long, value_name = "DATA")]
+    pub data: Option<String>,
+    /// Take the whole text instead of its held-out part
+    #[arg(long)]
+    pub whole: bool,
+    /// Share that is held out; the run's own if not given
+    #[arg(long, value_name = "SHARE")]
+    pub validation: Option<f64>,
+    /// Tokens of a window; the model's context if not given
+    #[arg(long, value_name = "T")]
+    pub context: Option<usize>,
+    /// New tokens of each window; below the context, windows overlap and every token has more before it
+    #[arg(long, value_name = "N")]
+    pub stride: Option<usize>,
+}
+
+#[derive(Debug, Args)]
+pub struct ScoreArgs {
+    /// A model folder; the newest run if not given
+    pub checkpoint: Option<PathBuf>,
+    /// The text itself
+    #[arg(long, value_name = "TEXT", required_unless_present = "file", conflicts_with = "file")]
+    pub text: Option<String>,
+    /// A file with the text; - is standard input
+    #[arg(long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum DataCommand {
+    /// Size, splits and, where it is known, entropy
+    Info {
+        /// stories, a file, or a folder of text files
+        source: String,
+        /// Share that is held out
+        #[arg(long, value_name = "SHARE", default_value_t = 0.1)]
+        validation: f64,
+        /// Count the tokens of this tokenizer.json instead of bytes
+        #[arg(long, value_name = "FILE")]
+        tokenizer: Option<PathBuf>,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Whole training steps on random tokens
+    Train(BenchArgs),
+    /// Greedy decoding
+    Decode(BenchArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    #[arg(long, value_name = "NAME", default_value = "tiny")]
+    pub preset: String,
+    /// Windows of a step, or rows decoded together
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub batch: usize,
+    /// Tokens of a window
+    #[arg(long, value_name = "T", default_value_t = 256)]
+    pub context: usize,
+    /// f32
+    #[arg(long, value_name = "DTYPE", default_value = "f32")]
+    pub dtype: String,
+    /// Steps timed
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub steps: usize,
+    /// Any preset key
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}

@@ -1,0 +1,151 @@
+//! `gpt bench`: how fast training and decoding are here.
+
+use std::time::Instant;
+
+use crate::device;
+use crate::engine::{Engine, RowSettings, Sampling};
+use crate::error::{Error, Result};
+use crate::model::gpt::{Batch, Gpt};
+use crate::ops::{ctx::Ctx, simd::Family};
+use crate::preset::Preset;
+use crate::random::{Purpose, Stream};
+use crate::tokenizer::Tokenizer;
+use crate::trainer::step::Trainer;
+
+use super::{plan, run_folder};
+
+/// What `gpt bench` was asked to do.
+#[derive(Clone, Debug)]
+pub struct BenchConfig {
+    pub preset: String,
+    pub given: Vec<(String, String)>,
+    pub batch: usize,
+    pub context: usize,
+    /// Steps that are timed, after a few that are not.
+    pub steps: usize,
+    pub family: Family,
+}
+
+/// The keys of `--json`.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct BenchSummary {
+    pub mode: &'static str,
+    pub preset: String,
+    pub parameters: usize,
+    pub batch: usize,
+    pub context: usize,
+    pub dtype: &'static str,
+    pub device: &'static str,
+    pub kernels: &'static str,
+    pub threads: usize,
+    /// All rows together; from the median step.
+    pub tokens_per_second: f64,
+    pub milliseconds_per_step: f64,
+    pub tflops: f64,
+    pub gbytes_per_second: f64,
+    pub peak_memory_bytes: u64,
+}
+
+fn numbers(len: usize, vocab: usize) -> Vec<u32> {
+    let stream = Stream::new(0, Purpose::Test);
+    (0..len as u32).map(|i| stream.word(0, i) % vocab as u32).collect()
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn preset(config: &BenchConfig) -> Result<Preset> {
+    let mut preset = Preset::load(&config.preset)?;
+    preset.set("model.max_position_embeddings", &config.context.to_string())?;
+    config.given.iter().try_for_each(|(key, value)| preset.set(key, value))?;
+    if config.batch == 0 || config.steps == 0 {
+        return Err(Error::usage("--batch and --steps must be above 0"));
+    }
+    preset.validate()?;
+    Ok(preset)
+}
+
+/// Whole training steps (forward, backward, clipping, optimizer) on random tokens.
+pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
+    let preset = preset(config)?;
+    let vocab = Tokenizer::bytes().vocab_size();
+    let shape = preset.gpt_config(vocab)?;
+    let mut model = Gpt::random(&shape, 0)?;
+    model.recompute = preset.train.recompute;
+    let mut trainer = Trainer::new(Ctx::cpu(config.family), model, plan::optimizer(&preset)?, preset.model.dropout, 0)?;
+    let tokens = config.batch * config.context;
+    let batch =
+        Batch { inputs: numbers(tokens, 256), targets: numbers(tokens + 1, 256)[1..].to_vec(), seq: config.context };
+    let warm_up = (config.steps / 5).clamp(1, 5);
+    let mut times = Vec::new();
+    for step in 0..warm_up + config.steps {
+        let start = Instant::now();
+        trainer.train_step(std::slice::from_ref(&batch), 1e-4)?;
+        if step >= warm_up {
+            times.push(start.elapsed().as_secs_f64());
+        }
+    }
+    let seconds = median(times);
+    let flops = shape.training_flops_per_token(config.context) * tokens as f64;
+    // Optimizer traffic: weight, gradient and two moments read, three of them written.
+    let bytes = 4.0 * 7.0 * shape.parameters() as f64;
+    Ok(summary("train", config, &shape, tokens as f64 / seconds, seconds, flops, bytes))
+}
+
+/// Greedy decoding of `batch` rows that begin with one token each.
+pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
+    let preset = preset(config)?;
+    let shape = preset.gpt_config(Tokenizer::bytes().vocab_size())?;
+    let tensors = run_folder::tensors(&Gpt::random(&shape, 0)?)?;
+    let mut engine = Engine::new(Ctx::cpu(config.family), &shape, |name, _| {
+        let found = tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
+        found.ok_or_else(|| Error::op("bench", "every weight", format!("no {name}")))
+    })?;
+    drop(tensors);
+    let settings = RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
+    let mut rows = Vec::new();
+    for row in 0..config.batch {
+        rows.push(engine.row(&[row as u32 % 256], settings.clone())?);
+    }
+    let mut times = Vec::new();
+    for step in 0..config.steps + 3 {
+        let start = Instant::now();
+        engine.step(&mut rows.iter_mut().collect::<Vec<_>>())?;
+        if step >= 3 {
+            times.push(start.elapsed().as_secs_f64());
+        }
+    }
+    let seconds = median(times);
+    let flops = 2.0 * shape.parameters() as f64 * config.batch as f64;
+    let bytes = engine.weight_bytes() as f64;
+    Ok(summary("decode", config, &shape, config.batch as f64 / seconds, seconds, flops, bytes))
+}
+
+fn summary(
+    mode: &'static str,
+    config: &BenchConfig,
+    shape: &crate::model::config::GptConfig,
+    tokens_per_second: f64,
+    seconds: f64,
+    flops: f64,
+    bytes: f64,
+) -> BenchSummary {
+    BenchSummary {
+        mode,
+        preset: config.preset.clone(),
+        parameters: shape.parameters(),
+        batch: config.batch,
+        context: config.context,
+        dtype: "f32",
+        device: "cpu",
+        kernels: config.family.name(),
+        threads: rayon::current_num_threads(),
+        tokens_per_second,
+        milliseconds_per_step: seconds * 1e3,
+        tflops: flops / seconds / 1e12,
+        gbytes_per_second: bytes / seconds / 1e9,
+        peak_memory_bytes: device::peak_memory(),
+    }
+}

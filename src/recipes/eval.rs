@@ -1,0 +1,170 @@
+//! `gpt eval`: the loss of a checkpoint on a text, every token once. `gpt score`: the log-probability of each token.
+
+use std::path::{Path, PathBuf};
+
+use super::report::{Event, Report};
+use crate::checkpoint::{self, model_folder::ModelFolder};
+use crate::data::{self, tokens::Tokens, windows};
+use crate::error::{Error, Result};
+use crate::eval;
+use crate::model::gpt::{Batch, Gpt};
+use crate::ops::{ctx::Ctx, simd::Family, storage};
+use crate::preset::Preset;
+use crate::tokenizer::Tokenizer;
+
+/// What `gpt eval` was asked to do.
+#[derive(Clone, Debug)]
+pub struct EvalConfig {
+    pub checkpoint: Option<PathBuf>,
+    /// Text to evaluate on; `None` takes the data that the checkpoint's run was trained with.
+    pub data: Option<String>,
+    /// The split: the held-out part, or the whole text.
+    pub whole: bool,
+    pub validation: Option<f64>,
+    pub context: Option<usize>,
+    /// New tokens of each window; below the context, windows overlap.
+    pub stride: Option<usize>,
+    pub family: Family,
+}
+
+/// The keys of `--json`.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct EvalSummary {
+    pub checkpoint: PathBuf,
+    pub data: String,
+    pub loss: f64,
+    pub perplexity: f64,
+    pub bits_per_byte: f64,
+    pub tokens: u64,
+    pub bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub entropy_bpb: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source_bpb: Option<f64>,
+}
+
+/// A checkpoint opened for its losses.
+struct Opened {
+    place: PathBuf,
+    model: Gpt,
+    tokenizer: Tokenizer,
+}
+
+fn open(checkpoint: Option<&Path>, report: &mut dyn Report) -> Result<Opened> {
+    let place = checkpoint::resolve(checkpoint)?;
+    if checkpoint.is_none() {
+        report.event(Event::Note(format!("using {}", place.display())));
+    }
+    let folder = ModelFolder::open(&place)?;
+    Ok(Opened { model: folder.model()?, tokenizer: Tokenizer::open(&place)?, place })
+}
+
+pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> {
+    let Opened { place, model, tokenizer } = open(config.checkpoint.as_deref(), report)?;
+    let context = config.context.unwrap_or(model.config.max_position_embeddings);
+    if context == 0 || context > model.config.max_position_embeddings {
+        let what = format!("a context of {context} tokens; the model has {}", model.config.max_position_embeddings);
+        return Err(Error::usage(what).with_hint("use --context from 1 up to the model's"));
+    }
+    let stride = config.stride.unwrap_or(context);
+    if stride == 0 || stride > context {
+        return Err(Error::usage(format!("a stride of {stride} tokens in windows of {context}"))
+            .with_hint("use --stride from 1 up to the context"));
+    }
+    let mut request = request(config, &place)?;
+    if config.whole {
+        request.validation = 0.0;
+    }
+    let corpus = data::open(&request, &tokenizer)?;
+    let tokens = if config.whole { &corpus.train } else { &corpus.validation };
+    if tokens.len() < 2 {
+        return Err(Error::failed(format!("nothing to evaluate on in {}: {} tokens", request.source, tokens.len()))
+            .with_hint("give more text, or --whole to take all of it"));
+    }
+    let mut ctx = Ctx::cpu(config.family);
+    let evaluation = eval::evaluate(&mut ctx, &model, windows::held_out(tokens, context, stride))?;
+    Ok(EvalSummary {
+        checkpoint: place,
+        data: request.source,
+        loss: evaluation.loss(),
+        perplexity: evaluation.perplexity(),
+        bits_per_byte: evaluation.bits_per_byte(),
+        tokens: evaluation.tokens,
+        bytes: evaluation.bytes,
+        entropy_bpb: corpus.entropy_bpb,
+        source_bpb: corpus.source_bpb.filter(|_| !config.whole),
+    })
+}
+
+/// The data of the checkpoint's own run, or the text that was named, cut as the run cut it.
+fn request(config: &EvalConfig, place: &Path) -> Result<data::Request> {
+    let near = [place.join("preset.toml"), place.join("../preset.toml")];
+    let preset = match near.iter().find(|p| p.is_file()) {
+        Some(path) => {
+            let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+            Preset::parse(&text, path)?
+        }
+        None if config.data.is_some() => Preset::load("tiny")?,
+        None => {
+            return Err(Error::usage(format!("{} does not say what it was trained on", place.display()))
+                .with_hint("name a text with --data"));
+        }
+    };
+    Ok(data::Request {
+        source: config.data.clone().unwrap_or(preset.data.source),
+        validation: config.validation.unwrap_or(preset.data.validation),
+        bytes: preset.data.bytes,
+        any_bytes: preset.data.allow_binary,
+    })
+}
+
+/// What `gpt score` was asked to do.
+#[derive(Clone, Debug)]
+pub struct ScoreConfig {
+    pub checkpoint: Option<PathBuf>,
+    pub text: String,
+    pub family: Family,
+}
+
+/// A token and ln p of it after the ones before; none for the first, which nothing predicts.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct ScoredToken {
+    pub id: u32,
+    pub text: String,
+    pub logprob: Option<f64>,
+}
+
+/// The keys of `--json`.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct ScoreSummary {
+    pub checkpoint: PathBuf,
+    pub tokens: Vec<ScoredToken>,
+    /// Mean of -logprob; none for less than two tokens.
+    pub loss: Option<f64>,
+}
+
+pub fn score(config: &ScoreConfig, report: &mut dyn Report) -> Result<ScoreSummary> {
+    let Opened { place, model, tokenizer } = open(config.checkpoint.as_deref(), report)?;
+    let ids = tokenizer.encode(&config.text)?;
+    let context = model.config.max_position_embeddings;
+    let tokens = Tokens::ids(vec![ids.clone()], false, tokenizer.end_of_text(), tokenizer.byte_lengths());
+    let mut ctx = Ctx::cpu(config.family);
+    let mut logprobs = vec![None; ids.len().min(1)];
+    // Past the context, windows overlap by half, so that no token is scored with less than that before it.
+    for window in windows::held_out(&tokens, context, context.div_ceil(2)) {
+        let batch = Batch { seq: window.inputs.len(), inputs: window.inputs, targets: window.targets };
+        let nll = model.nll(&mut ctx, &batch)?;
+        let nll = storage::read::<f32>("score", &nll)?;
+        let scored = batch.targets.iter().zip(nll.iter()).filter(|(target, _)| **target != windows::IGNORE);
+        logprobs.extend(scored.map(|(_, nll)| Some(-f64::from(*nll))));
+    }
+    let known: Vec<f64> = logprobs.iter().flatten().copied().collect();
+    let text = |id: u32| String::from_utf8_lossy(tokenizer.bytes_of(id)).into_owned();
+    let tokens =
+        ids.iter().zip(&logprobs).map(|(id, logprob)| ScoredToken { id: *id, text: text(*id), logprob: *logprob });
+    Ok(ScoreSummary {
+        checkpoint: place,
+        tokens: tokens.collect(),
+        loss: (!known.is_empty()).then(|| -known.iter().sum::<f64>() / known.len() as f64),
+    })
+}

@@ -1,0 +1,287 @@
+//! What a training run will do, worked out before it starts: settings, data, shapes, horizon, memory.
+//! Called by the train recipe and, without any work following, by `--dry-run`.
+
+use std::path::{Path, PathBuf};
+
+use super::report::{Event, Report};
+use super::run_folder::PRESET;
+use super::train::TrainConfig;
+use crate::checkpoint::RUNS;
+use crate::checkpoint::model_folder::ModelFolder;
+use crate::checkpoint::steps::StepFolder;
+use crate::data::{self, Corpus, windows::Windows};
+use crate::device;
+use crate::error::{Error, Result};
+use crate::model::config::GptConfig;
+use crate::preset::Preset;
+use crate::tokenizer::Tokenizer;
+use crate::trainer::fit::Plan;
+use crate::trainer::optimizer::{Kind, Settings};
+use crate::trainer::schedule::{Schedule, Shape};
+
+/// A run whose every setting is known.
+pub struct Resolved {
+    pub preset: Preset,
+    pub config: GptConfig,
+    pub tokenizer: Tokenizer,
+    pub corpus: Corpus,
+    pub context: usize,
+    pub plan: Plan,
+    pub optimizer: Settings,
+    pub windows_per_epoch: u64,
+}
+
+impl Resolved {
+    pub fn windows_per_step(&self) -> u64 {
+        (self.plan.batch * self.plan.accumulate) as u64
+    }
+
+    pub fn tokens_per_step(&self) -> u64 {
+        self.windows_per_step() * self.context as u64
+    }
+
+    /// Passes over the training data.
+    pub fn epochs(&self) -> f64 {
+        (self.plan.schedule.steps * self.windows_per_step()) as f64 / self.windows_per_epoch as f64
+    }
+}
+
+/// The run's folder: what was asked for; to resume, the last one written; else a new name below checkpoints/.
+pub fn place(config: &TrainConfig) -> Result<PathBuf> {
+    if let Some(out) = &config.out {
+        return Ok(out.clone());
+    }
+    let source = config.given.iter().rev().find(|(key, _)| key == "data.source").map(|(_, value)| value.as_str());
+    let preset = config.preset.as_deref().unwrap_or("tiny");
+    let stem = |path: &str| Path::new(path).file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let data = stem(source.unwrap_or("stories"));
+    let name = if data == stem(preset) { data } else { format!("{}-{data}", stem(preset)) };
+    let numbered = |n: usize| Path::new(RUNS).join(if n == 1 { name.clone() } else { format!("{name}-{n}") });
+    let free = (1..).find(|n| !numbered(*n).exists()).expect("some number is free");
+    Ok(numbered(if config.resume { free.saturating_sub(1).max(1) } else { free }))
+}
+
+/// Settings, data, model and horizon, with everything refused that cannot work.
+pub fn resolve(
+    config: &TrainConfig,
+    place: &Path,
+    step: Option<&StepFolder>,
+    report: &mut dyn Report,
+) -> Result<Resolved> {
+    let mut preset = preset(config, step, report)?;
+    let (tokenizer, gpt_config) = match (&config.init_from, step) {
+        (Some(path), None) => initial_shape(path, &mut preset)?,
+        _ => {
+            let tokenizer = tokenizer(&preset)?;
+            let gpt_config = preset.gpt_config(tokenizer.vocab_size())?;
+            (tokenizer, gpt_config)
+        }
+    };
+    preset.validate()?;
+    let corpus = data::open(
+        &data::Request {
+            source: preset.data.source.clone(),
+            validation: preset.data.validation,
+            bytes: preset.data.bytes,
+            any_bytes: preset.data.allow_binary,
+        },
+        &tokenizer,
+    )?;
+    corpus.notes.iter().for_each(|note| report.event(Event::Note(note.clone())));
+    let context = gpt_config.max_position_embeddings;
+    data::require_window("training", &corpus.train, context)?;
+    if preset.data.validation > 0.0 && corpus.validation.len() < 2 {
+        let what = format!("the held-out split of {} has nothing in it", preset.data.source);
+        let hint = "give more text, or --validation 0 to hold nothing out, or a larger share";
+        return Err(Error::failed(what).with_hint(hint));
+    }
+    let windows_per_epoch = Windows::new(&corpus.train, context, 0).per_epoch();
+    let plan = Plan {
+        schedule: schedule(&preset, context, windows_per_epoch)?,
+        batch: preset.train.batch,
+        accumulate: preset.train.accumulate,
+        eval_every: preset.train.eval_every,
+        save_every: preset.train.save_every,
+        patience: preset.train.patience,
+    };
+    let optimizer = optimizer(&preset)?;
+    let resolved =
+        Resolved { preset, config: gpt_config, tokenizer, corpus, context, plan, optimizer, windows_per_epoch };
+    if resolved.plan.schedule.steps < step.map_or(0, |s| s.step) {
+        let what = format!("the run in {} is at step {} already", place.display(), step.map_or(0, |s| s.step));
+        return Err(Error::usage(what).with_hint("give a larger --steps to train on"));
+    }
+    Ok(resolved)
+}
+
+/// The preset with the flags applied; a resumed run's own comes first, and what changes is told.
+fn preset(config: &TrainConfig, step: Option<&StepFolder>, report: &mut dyn Report) -> Result<Preset> {
+    let Some(step) = step else {
+        let mut preset = Preset::load(config.preset.as_deref().unwrap_or("tiny"))?;
+        apply(&mut preset, &config.given)?;
+        return Ok(preset);
+    };
+    let text = step.read(PRESET)?;
+    let saved = Preset::parse(&String::from_utf8_lossy(&text), &step.path.join(PRESET))?;
+    let mut preset = saved.clone();
+    if let Some(name) = &config.preset {
+        let asked = Preset::load(name)?;
+        if asked.name != saved.name {
+            let what = format!("the run was made with preset {}, not {}", saved.name, asked.name);
+            return Err(Error::usage(what).with_hint("leave --preset out to go on, or start another run with --out"));
+        }
+    }
+    apply(&mut preset, &config.given)?;
+    for (key, _) in &config.given {
+        let (before, after) = (saved.get(key), preset.get(key));
+        let (Some(before), Some(after)) = (before, after) else { continue };
+        if before == after {
+            continue;
+        }
+        if key.starts_with("model.") && key != "model.dropout" || key.starts_with("tokenizer.") {
+            let what = format!("{key} was {before} when the run began; {after} would be another model");
+            return Err(Error::usage(what).with_hint("leave it out to go on, or start another run with --out"));
+        }
+        report.event(Event::Warning(format!("{key} changes from {before} to {after} at step {}", step.step)));
+    }
+    Ok(preset)
+}
+
+/// Sets the keys given by flags. A horizon given in one unit takes the place of the preset's in another.
+fn apply(preset: &mut Preset, given: &[(String, String)]) -> Result<()> {
+    if given.iter().any(|(key, _)| ["train.steps", "train.epochs", "train.tokens"].contains(&key.as_str())) {
+        (preset.train.steps, preset.train.epochs, preset.train.tokens) = (0, 0.0, 0);
+    }
+    given.iter().try_for_each(|(key, value)| preset.set(key, value))
+}
+
+fn tokenizer(preset: &Preset) -> Result<Tokenizer> {
+    match preset.tokenizer.file.as_str() {
+        "bytes" => Ok(Tokenizer::bytes()),
+        path => Tokenizer::open(Path::new(path)),
+    }
+}
+
+/// The tokenizer and shape of the checkpoint to start from, written into the preset so that resuming finds them.
+fn initial_shape(path: &Path, preset: &mut Preset) -> Result<(Tokenizer, GptConfig)> {
+    let folder = ModelFolder::open(path)?;
+    let tokenizer = Tokenizer::open(path)?;
+    if !tokenizer.is_bytes() {
+        preset.tokenizer.file = path.join("tokenizer.json").display().to_string();
+    }
+    preset.adopt(&folder.config);
+    if preset.gpt_config(folder.config.vocab_size)? != folder.config {
+        let what = format!("a preset cannot describe the windows of {}", path.display());
+        return Err(
+            Error::failed(what).with_hint("start from a model with one window, or full attention at a fixed spacing")
+        );
+    }
+    Ok((tokenizer, folder.config))
+}
+
+fn schedule(preset: &Preset, context: usize, windows_per_epoch: u64) -> Result<Schedule> {
+    let (t, s) = (&preset.train, &preset.schedule);
+    let windows_per_step = (t.batch * t.accumulate) as f64;
+    let of_epochs = |epochs: f64| (epochs * windows_per_epoch as f64 / windows_per_step).ceil().max(1.0) as u64;
+    let mut steps = match (t.steps, t.tokens) {
+        (0, 0) => of_epochs(t.epochs),
+        (0, tokens) => (tokens as f64 / (windows_per_step * context as f64)).ceil() as u64,
+        (steps, _) => steps,
+    };
+    if t.max_epochs > 0.0 {
+        steps = steps.min(of_epochs(t.max_epochs));
+    }
+    Ok(Schedule {
+        shape: Shape::named(&s.kind)?,
+        peak: preset.optimizer.learning_rate,
+        // A short run warms up over a tenth of it at most.
+        warmup: s.warmup.min(steps / 10),
+        steps,
+        final_fraction: s.final_fraction,
+        decay_fraction: s.decay_fraction,
+    })
+}
+
+pub(super) fn optimizer(preset: &Preset) -> Result<Settings> {
+    let o = &preset.optimizer;
+    Ok(Settings {
+        kind: Kind::named(&o.kind)?,
+        beta1: o.beta1,
+        beta2: o.beta2,
+        epsilon: o.epsilon,
+        weight_decay: o.weight_decay,
+        momentum: o.momentum,
+        clip: o.clip,
+        ema: o.ema,
+        spike_threshold: o.spike_threshold,
+    })
+}
+
+/// What `--dry-run` tells; also the keys of its `--json`.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct DryRun {
+    pub preset: String,
+    pub out: PathBuf,
+    pub parameters: usize,
+    pub tokens_per_step: u64,
+    pub steps: u64,
+    pub epochs: f64,
+    pub train_tokens: usize,
+    pub val_tokens: usize,
+    /// Weights, gradients and optimizer state.
+    pub state_bytes: u64,
+    /// Activations and their gradients at the height of a step.
+    pub activation_bytes: u64,
+    pub available_bytes: u64,
+    pub fits: bool,
+    pub flops_per_token: f64,
+}
+
+/// Works out a run without doing any of it.
+pub fn dry_run(config: &TrainConfig, report: &mut dyn Report) -> Result<DryRun> {
+    let place = place(config)?;
+    let step = if config.resume { crate::checkpoint::steps::newest(&place)?.0 } else { None };
+    let resolved = resolve(config, &place, step.as_ref(), report)?;
+    let (state_bytes, activation_bytes) = memory(&resolved);
+    let (_, available_bytes) = device::memory();
+    Ok(DryRun {
+        preset: resolved.preset.name.clone(),
+        out: place,
+        parameters: resolved.config.parameters(),
+        tokens_per_step: resolved.tokens_per_step(),
+        steps: resolved.plan.schedule.steps,
+        epochs: resolved.epochs(),
+        train_tokens: resolved.corpus.train.len(),
+        val_tokens: resolved.corpus.validation.len(),
+        state_bytes,
+        activation_bytes,
+        available_bytes,
+        fits: state_bytes + activation_bytes <= available_bytes,
+        flops_per_token: resolved.config.training_flops_per_token(resolved.context),
+    })
+}
+
+/// Bytes of (weights with gradients and moments, activations of a micro-batch).
+fn memory(resolved: &Resolved) -> (u64, u64) {
+    let c = &resolved.config;
+    let tables = c.vocab_size * c.hidden_size * if c.tie_word_embeddings { 1 } else { 2 };
+    let matrices = c.parameters() - tables;
+    let moments = match resolved.optimizer.kind {
+        Kind::Adamw => 2 * c.parameters(),
+        Kind::Muon => matrices + 2 * tables,
+    };
+    let averages = if resolved.optimizer.ema > 0.0 { c.parameters() } else { 0 };
+    let state = 4 * (2 * c.parameters() + moments + averages) as u64;
+    // What a block keeps for each token: two norms' inputs and outputs, qkv before and after the rotation, the heads,
+    // gate and up, their product.
+    let block = 4 * c.hidden_size + 2 * c.qkv_size() + c.attention_size() + 3 * c.intermediate_size;
+    let blocks = if resolved.preset.train.recompute {
+        block + c.num_hidden_layers * c.hidden_size
+    } else {
+        c.num_hidden_layers * block
+    };
+    // The gradients that live at the same time: the stream's and the widest of a block.
+    let gradients = 2 * c.hidden_size + 2 * (2 * c.intermediate_size).max(c.qkv_size());
+    let rows = resolved.plan.batch * resolved.context;
+    (state, 4 * (rows * (blocks + gradients) + (1 << 20).max(64 * c.vocab_size)) as u64)
+}
