@@ -101,6 +101,8 @@ pub(super) fn average(ctx: &Ctx, master: &[f32], ema: Option<&Tensor>, decay: f3
 
 simd_fn! {
 fn average_chunk<S>(e: &mut [f32], p: &[f32], decay: f32) {
-    e.iter_mut().zip(p).for_each(|(e, p)| *e = S::fma(decay, *e, (1.0 - decay) * p));
+    for (e, p) in e.iter_mut().zip(p) {
+        *e = S::fma(decay, *e, (1.0 - decay) * p);
+    }
 }
 }

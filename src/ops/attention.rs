@@ -301,7 +301,9 @@ struct Softmax {
 
 simd_fn! {
 fn scale_rows<S>(scores: &mut [f32], scale: f32) {
-    scores.iter_mut().for_each(|s| *s *= scale);
+    for s in scores {
+        *s *= scale;
+    }
 }
 }
 
@@ -315,12 +317,16 @@ fn online<S>(scores: &mut [f32], d: usize, state: &mut Softmax, out: &mut [f32])
             row.fill(0.0);
             continue;
         }
-        row.iter_mut().for_each(|s| *s = simd::exp::<S>(*s - max));
+        for s in row.iter_mut() {
+            *s = simd::exp::<S>(*s - max);
+        }
         let keep = simd::exp::<S>(state.max[i] - max);
         state.sum[i] = S::fma(state.sum[i], keep, simd::sum(row));
         state.max[i] = max;
         if keep != 1.0 {
-            out.iter_mut().for_each(|o| *o *= keep);
+            for o in out {
+                *o *= keep;
+            }
         }
     }
 }

@@ -103,11 +103,15 @@ simd_fn! {
 fn row_nll<S>(logits: &mut [f32], target: usize, scale: f32, gradient: bool) -> f32 {
     let max = simd::max(logits);
     let at_target = logits[target];
-    logits.iter_mut().for_each(|x| *x = simd::exp::<S>(*x - max));
+    for x in logits.iter_mut() {
+        *x = simd::exp::<S>(*x - max);
+    }
     let sum = simd::sum(logits);
     if gradient {
         let factor = scale / sum;
-        logits.iter_mut().for_each(|x| *x *= factor);
+        for x in logits.iter_mut() {
+            *x *= factor;
+        }
         logits[target] -= scale;
     }
     sum.ln() + (max - at_target)

@@ -145,19 +145,34 @@ fn with_row_tiles(a: Matrix, tile: usize, f: impl FnOnce(RowTiles)) {
     COPY.with_borrow_mut(|copy| {
         let (rows, cols) = (a.rows, a.cols);
         copy.resize(rows.div_ceil(tile) * tile * cols, 0.0);
-        for (p, start) in (0..cols).map(|p| (p, p * a.col_stride)) {
-            for (t, first) in (0..rows).step_by(tile).enumerate() {
-                let to = &mut copy[(t * cols + p) * tile..][..tile.min(rows - first)];
-                let from = &a.data[start + first * a.row_stride..];
-                if a.row_stride == 1 {
-                    to.copy_from_slice(&from[..to.len()]);
-                } else {
-                    to.iter_mut().zip(from.iter().step_by(a.row_stride)).for_each(|(to, from)| *to = *from);
-                }
-            }
+        match tile {
+            4 => copy_tiles::<4>(a, copy),
+            6 => copy_tiles::<6>(a, copy),
+            12 => copy_tiles::<12>(a, copy),
+            _ => unreachable!("tile heights come from `tile_rows`"),
         }
         f(RowTiles { data: copy, rows, cols, tile_stride: tile * cols, row_stride: 1, col_stride: tile });
     });
+}
+
+/// A as [rows / TILE][k][TILE]. The tile height is a constant, so that a copy is a move or two and not a call.
+fn copy_tiles<const TILE: usize>(a: Matrix, to: &mut [f32]) {
+    for p in 0..a.cols {
+        let from = &a.data[p * a.col_stride..];
+        if a.row_stride == 1 {
+            let (whole, rest) = from[..a.rows].as_chunks::<TILE>();
+            for (t, from) in whole.iter().enumerate() {
+                *to[(t * a.cols + p) * TILE..].first_chunk_mut().expect("a tile of the copy") = *from;
+            }
+            if !rest.is_empty() {
+                to[(whole.len() * a.cols + p) * TILE..][..rest.len()].copy_from_slice(rest);
+            }
+        } else {
+            for i in 0..a.rows {
+                to[(i / TILE * a.cols + p) * TILE + i % TILE] = from[i * a.row_stride];
+            }
+        }
+    }
 }
 
 /// Where a panel's product goes: rows of `stride` elements, of which the first `cols` columns are written.
@@ -212,20 +227,48 @@ pub fn pack_panel(b: Matrix, panel: usize, width: usize, packed: &mut [f32]) {
     if cols < width {
         packed.fill(0.0);
     }
+    let part = &b.data[(first * b.col_stride).min(b.data.len())..];
+    match (width, cols == width) {
+        (64, true) => pack_whole::<64>(b, part, packed),
+        (32, true) => pack_whole::<32>(b, part, packed),
+        (16, true) => pack_whole::<16>(b, part, packed),
+        (8, true) => pack_whole::<8>(b, part, packed),
+        _ => {
+            for (p, row) in packed.chunks_exact_mut(width).enumerate() {
+                for (j, to) in row[..cols].iter_mut().enumerate() {
+                    *to = part[p * b.row_stride + j * b.col_stride];
+                }
+            }
+        }
+    }
+}
+
+/// A panel of W whole columns. With W constant a row is copied by a few moves, not a call, and a block of a
+/// transposed operand is turned in registers.
+fn pack_whole<const W: usize>(b: Matrix, part: &[f32], packed: &mut [f32]) {
+    let rows = packed.as_chunks_mut::<W>().0;
     if b.col_stride == 1 {
-        for (p, row) in packed.chunks_exact_mut(width).enumerate() {
-            row[..cols].copy_from_slice(&b.data[p * b.row_stride + first..][..cols]);
+        for (p, row) in rows.iter_mut().enumerate() {
+            *row = *part[p * b.row_stride..].first_chunk().expect("a row of B is as wide as the panel");
         }
         return;
     }
-    // A transposition in blocks of sixteen, so that both sides stay in the first-level cache.
+    // Blocks of 16 steps of k, so that both sides stay in the first-level cache.
     const BLOCK: usize = 16;
-    for start in (0..b.rows).step_by(BLOCK) {
-        let len = BLOCK.min(b.rows - start);
-        for j in 0..cols {
-            let column = &b.data[(first + j) * b.col_stride + start * b.row_stride..];
-            for p in 0..len {
-                packed[(start + p) * width + j] = column[p * b.row_stride];
+    for (block, rows) in rows.chunks_mut(BLOCK).enumerate() {
+        let start = block * BLOCK * b.row_stride;
+        if b.row_stride == 1 && rows.len() == BLOCK {
+            for j in 0..W {
+                let column: &[f32; BLOCK] = part[j * b.col_stride + start..].first_chunk().expect("inside the column");
+                for p in 0..BLOCK {
+                    rows[p][j] = column[p];
+                }
+            }
+        } else {
+            for (p, row) in rows.iter_mut().enumerate() {
+                for (j, to) in row.iter_mut().enumerate() {
+                    *to = part[start + p * b.row_stride + j * b.col_stride];
+                }
             }
         }
     }

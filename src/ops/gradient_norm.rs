@@ -13,7 +13,11 @@ use crate::error::Result;
 simd_fn! {
 pub(super) fn sum_of_squares<S>(x: &[f32]) -> f64 {
     // Short f32 chains, summed in f64: no overflow below 1e19 and no loss in long sums.
-    x.chunks(256).map(|x| f64::from(simd::dot::<S>(x, x))).sum()
+    let mut sum = 0f64;
+    for x in x.chunks(256) {
+        sum += f64::from(simd::dot::<S>(x, x));
+    }
+    sum
 }
 }
 

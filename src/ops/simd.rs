@@ -94,7 +94,8 @@ impl Simd for Plain {
 
 /// `simd_fn! { pub fn name<S>(args) -> R { body } }` makes `pub fn name(family, args) -> R` that runs the body compiled
 /// for that family. Inside, `S: Simd` gives `S::fma`; helpers called from the body must be `#[inline(always)]`, or
-/// they are compiled for the baseline. Const parameters may follow `S`.
+/// they are compiled for the baseline, and so are closures given to iterator methods (`for_each`, `map`): write loops.
+/// Const parameters may follow `S`.
 macro_rules! simd_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident<$s:ident $(, const $g:ident: usize)*>
      ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {

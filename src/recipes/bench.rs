@@ -59,6 +59,8 @@ fn median(mut times: Vec<f64>) -> f64 {
 fn preset(config: &BenchConfig) -> Result<Preset> {
     let mut preset = Preset::load(&config.preset)?;
     preset.set("model.max_position_embeddings", &config.context.to_string())?;
+    // What other tools train with; --set optimizer.kind=muon times the presets' own.
+    preset.set("optimizer.kind", "adamw")?;
     config.given.iter().try_for_each(|(key, value)| preset.set(key, value))?;
     if config.batch == 0 || config.steps == 0 {
         return Err(Error::usage("--batch and --steps must be above 0"));
