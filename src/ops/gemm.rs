@@ -218,17 +218,37 @@ pub fn pack_panel(b: Matrix, panel: usize, width: usize, packed: &mut [f32]) {
         }
         return;
     }
-    // A transposition in blocks of sixteen, so that both sides stay in the first-level cache.
+    // A transposition in blocks of sixteen rows, so that both sides stay in the first-level cache.
     const BLOCK: usize = 16;
     for start in (0..b.rows).step_by(BLOCK) {
         let len = BLOCK.min(b.rows - start);
+        let square = if b.row_stride == 1 { cols / 4 * 4 } else { 0 };
+        for j in (0..square).step_by(4) {
+            let columns = &b.data[(first + j) * b.col_stride + start..];
+            let to = &mut packed[start * width + j..];
+            (0..len / 4 * 4)
+                .step_by(4)
+                .for_each(|p| transpose_4x4(&columns[p..], b.col_stride, &mut to[p * width..], width));
+        }
         for j in 0..cols {
             let column = &b.data[(first + j) * b.col_stride + start * b.row_stride..];
-            for p in 0..len {
+            for p in if j < square { len / 4 * 4 } else { 0 }..len {
                 packed[(start + p) * width + j] = column[p * b.row_stride];
             }
         }
     }
+}
+
+/// Four rows of four, `stride` apart, become columns: in-register shuffles on every CPU.
+#[inline(always)]
+fn transpose_4x4(from: &[f32], stride: usize, to: &mut [f32], width: usize) {
+    let row = |i: usize| -> [f32; 4] { from[i * stride..][..4].try_into().expect("four elements were taken") };
+    let (a, b, c, d) = (row(0), row(1), row(2), row(3));
+    let to = &mut to[..3 * width + 4];
+    to[..4].copy_from_slice(&[a[0], b[0], c[0], d[0]]);
+    to[width..][..4].copy_from_slice(&[a[1], b[1], c[1], d[1]]);
+    to[2 * width..][..4].copy_from_slice(&[a[2], b[2], c[2], d[2]]);
+    to[3 * width..][..4].copy_from_slice(&[a[3], b[3], c[3], d[3]]);
 }
 
 /// C (rows, cols) = A (rows, k) times one panel [k][width]; `width` is what `panel_width` gave.
