@@ -253,21 +253,27 @@ fn pack_whole<const W: usize>(b: Matrix, part: &[f32], packed: &mut [f32]) {
         }
         return;
     }
-    // Blocks of 16 steps of k, so that both sides stay in the first-level cache.
+    // Blocks of 16 steps of k, so that both sides stay in the first-level cache; within them squares of four by four, which
+    // are turned in registers.
     const BLOCK: usize = 16;
     for (block, rows) in rows.chunks_mut(BLOCK).enumerate() {
-        let start = block * BLOCK * b.row_stride;
+        let part = &part[block * BLOCK * b.row_stride..];
         if b.row_stride == 1 && rows.len() == BLOCK {
-            for j in 0..W {
-                let column: &[f32; BLOCK] = part[j * b.col_stride + start..].first_chunk().expect("inside the column");
+            for j in (0..W).step_by(4) {
+                let columns = [0, 1, 2, 3].map(|q| {
+                    let column: &[f32; BLOCK] =
+                        part[(j + q) * b.col_stride..].first_chunk().expect("inside the column");
+                    column
+                });
                 for p in 0..BLOCK {
-                    rows[p][j] = column[p];
+                    let square = [columns[0][p], columns[1][p], columns[2][p], columns[3][p]];
+                    *rows[p][j..].first_chunk_mut().expect("panel widths are multiples of four") = square;
                 }
             }
         } else {
             for (p, row) in rows.iter_mut().enumerate() {
                 for (j, to) in row.iter_mut().enumerate() {
-                    *to = part[start + p * b.row_stride + j * b.col_stride];
+                    *to = part[p * b.row_stride + j * b.col_stride];
                 }
             }
         }

@@ -102,7 +102,8 @@ macro_rules! simd_fn {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
         $vis fn $name<$(const $g: usize),*>(family: $crate::ops::simd::Family, $($arg: $ty),*) $(-> $ret)? {
-            #[allow(clippy::too_many_arguments)]
+            // Loops over indices with constant bounds are what becomes vector code; not every body multiplies.
+            #[allow(clippy::too_many_arguments, clippy::needless_range_loop, clippy::extra_unused_type_parameters)]
             #[inline(always)]
             fn body<$s: $crate::ops::simd::Simd $(, const $g: usize)*>($($arg: $ty),*) $(-> $ret)? $body
 
