@@ -28,15 +28,15 @@ impl Var {
     }
 }
 
-type Backward<'p> = Box<dyn FnOnce(&mut Ctx, Value, &mut Gradients) -> Result<()> + 'p>;
+type Backward = Box<dyn FnOnce(&mut Ctx, Value, &mut Gradients) -> Result<()>>;
 
-/// The record of one forward pass. `'p` is the life of the parameters that the closures write to.
-pub struct Tape<'p> {
-    nodes: Vec<Option<Backward<'p>>>,
+/// The record of one forward pass.
+pub struct Tape {
+    nodes: Vec<Option<Backward>>,
     recording: bool,
 }
 
-impl<'p> Tape<'p> {
+impl Tape {
     /// A tape that records.
     pub fn new() -> Self {
         Self { nodes: Vec::new(), recording: true }
@@ -57,7 +57,7 @@ impl<'p> Tape<'p> {
     pub fn record(
         &mut self,
         output: Value,
-        backward: impl FnOnce(&mut Ctx, Value, &mut Gradients) -> Result<()> + 'p,
+        backward: impl FnOnce(&mut Ctx, Value, &mut Gradients) -> Result<()> + 'static,
     ) -> Var {
         if !self.recording {
             return Var::constant(output);
@@ -72,7 +72,7 @@ impl<'p> Tape<'p> {
         &mut self,
         ctx: &mut Ctx,
         input: &Var,
-        block: impl Fn(&mut Ctx, &mut Tape<'p>, &Var) -> Result<Var> + 'p,
+        block: impl Fn(&mut Ctx, &mut Tape, &Var) -> Result<Var> + 'static,
     ) -> Result<Var> {
         let output = block(ctx, &mut Tape::inference(), input)?.value;
         let saved = input.clone();
@@ -108,7 +108,7 @@ impl<'p> Tape<'p> {
     }
 }
 
-impl Default for Tape<'_> {
+impl Default for Tape {
     fn default() -> Self {
         Self::new()
     }

@@ -1,2 +1,3 @@
-//! The decoder: its config and the one forward that training differentiates.
+//! The decoder: its config and the forward that training differentiates.
 pub mod config;
+pub mod gpt;

@@ -4,13 +4,13 @@
 //! checkpoints and Muon act on the parts, under Hugging Face's names. The slot persists over steps; the first write
 //! of a step overwrites it, later ones add, so nothing is zeroed between.
 
-use std::cell::Cell;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use candle_core::Tensor;
 
 use crate::error::Result;
-use crate::ops::ctx::{Ctx, Value};
-use crate::ops::gemm::Store;
+use crate::ops::{gemm::Store, storage};
 
 /// A row range of a parameter under its Hugging Face name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,23 +35,22 @@ pub struct Parameter {
     pub role: Role,
     /// At least one; together they cover the rows in order.
     pub parts: Vec<Part>,
-    master: Value,
-    gradient: Value,
-    written: Cell<bool>,
-    version: Cell<u64>,
+    master: Tensor,
+    gradient: OnceLock<Tensor>,
+    written: AtomicBool,
+    version: AtomicU64,
 }
 
 impl Parameter {
     /// A parameter of `shape` (rows, columns) or (length) with that initial content.
-    pub fn new(ctx: &mut Ctx, role: Role, parts: Vec<Part>, shape: &[usize], init: Vec<f32>) -> Self {
-        let gradient = ctx.zeros::<f32>(init.len());
+    pub fn new(role: Role, parts: Vec<Part>, shape: &[usize], init: Vec<f32>) -> Self {
         Self {
             role,
             parts,
-            gradient: ctx.value(gradient, shape),
-            master: ctx.value(init, shape),
-            written: Cell::new(false),
-            version: Cell::new(0),
+            master: storage::tensor(init, shape),
+            gradient: OnceLock::new(),
+            written: AtomicBool::new(false),
+            version: AtomicU64::new(0),
         }
     }
 
@@ -61,37 +60,37 @@ impl Parameter {
     }
 
     /// The f32 master weight.
-    pub fn master(&self) -> &Value {
+    pub fn master(&self) -> &Tensor {
         &self.master
     }
 
-    /// The gradient slot; its content counts only if `has_gradient`.
-    pub fn gradient(&self) -> &Value {
-        &self.gradient
+    /// The gradient slot, made when first asked for; its content counts only if `has_gradient`.
+    pub fn gradient(&self) -> &Tensor {
+        self.gradient.get_or_init(|| storage::tensor(vec![0f32; self.master.elem_count()], self.master.shape()))
     }
 
     pub fn has_gradient(&self) -> bool {
-        self.written.get()
+        self.written.load(Relaxed)
     }
 
     /// Forgets the gradient without touching its memory: the next write overwrites it.
     pub fn clear_gradient(&self) {
-        self.written.set(false);
+        self.written.store(false, Relaxed);
     }
 
     /// Lets `fill` write the gradient: `Set` the first time since `clear_gradient`, `Add` afterwards.
     pub fn write_gradient(&self, fill: impl FnOnce(&Tensor, Store) -> Result<()>) -> Result<()> {
-        let store = if self.written.replace(true) { Store::Add } else { Store::Set };
-        fill(&self.gradient, store)
+        let store = if self.written.swap(true, Relaxed) { Store::Add } else { Store::Set };
+        fill(self.gradient(), store)
     }
 
     /// Counts changes of the master; packed forms remember the version that they were made from.
     pub fn version(&self) -> u64 {
-        self.version.get()
+        self.version.load(Relaxed)
     }
 
     /// To be called after the master was changed.
     pub fn touch(&self) {
-        self.version.set(self.version.get() + 1);
+        self.version.fetch_add(1, Relaxed);
     }
 }

@@ -17,6 +17,14 @@ pub enum Store {
     Add,
 }
 
+impl Store {
+    /// Overwrites or adds one element; a loop over it is split in two, since the choice is the same all along.
+    #[inline(always)]
+    pub(super) fn put(self, to: &mut f32, x: f32) {
+        *to = if self == Store::Add { *to + x } else { x };
+    }
+}
+
 /// A borrowed matrix; element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {

@@ -217,8 +217,9 @@ pub fn max(a: &[f32]) -> f32 {
     tail.iter().chain(&acc).fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
 }
 
+/// The sum of the chains, pairwise.
 #[inline(always)]
-fn fold(acc: [f32; LANES]) -> f32 {
+pub fn fold(acc: [f32; LANES]) -> f32 {
     let mut a = acc;
     let mut width = LANES / 2;
     while width > 0 {

@@ -1,0 +1,171 @@
+//! From a name or a path to token ids in two splits. Called by the recipes.
+
+pub mod stories;
+pub mod text;
+pub mod tokens;
+pub mod windows;
+
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::tokenizer::Tokenizer;
+use tokens::Tokens;
+
+/// Where the text comes from and how it is cut.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// `stories`, a file, or a folder.
+    pub source: String,
+    /// The share held out; for stories their number is fixed.
+    pub validation: f64,
+    /// stories: bytes of training text.
+    pub bytes: u64,
+    /// Take files that are not text.
+    pub any_bytes: bool,
+}
+
+/// A data set ready to train on.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    pub name: String,
+    pub train: Tokens,
+    pub validation: Tokens,
+    /// Bits a byte that the source cannot be compressed below, where it is known.
+    pub entropy_bpb: Option<f64>,
+    /// Exact -log2 p of the held-out text under its source, over its bytes.
+    pub source_bpb: Option<f64>,
+    /// Things worth telling: skipped files.
+    pub notes: Vec<String>,
+}
+
+/// The named data sets, built in.
+pub const NAMED: [&str; 1] = ["stories"];
+
+/// Training and held-out stories come from seeds of their own.
+const STORIES_TRAIN: u64 = 1;
+const STORIES_HELD_OUT: u64 = 2;
+
+/// Held-out stories: their mean -log2 p is known to about half a percent.
+pub const HELD_OUT_STORIES: u64 = 500;
+
+/// Reads, cuts and tokenizes.
+pub fn open(request: &Request, tokenizer: &Tokenizer) -> Result<Corpus> {
+    if !(0.0..1.0).contains(&request.validation) {
+        return Err(Error::usage(format!("a held-out share of {}", request.validation))
+            .with_hint("--validation takes a number from 0 up to, not including, 1"));
+    }
+    if request.source == "stories" {
+        return stories_corpus(request.bytes, tokenizer);
+    }
+    let path = Path::new(&request.source);
+    if !path.exists() && !request.source.contains(['/', '.']) {
+        let known = crate::error::nearest(&request.source, NAMED);
+        let hint = known.unwrap_or_else(|| format!("give a file, a folder, or one of: {}", NAMED.join(", ")));
+        return Err(Error::usage(format!("no data set, file or folder `{}`", request.source)).with_hint(hint));
+    }
+    let splits = text::read(path, request.validation, request.any_bytes)?;
+    let tokens = |documents: Vec<Vec<u8>>| tokenize(documents, splits.documents, tokenizer, path);
+    Ok(Corpus {
+        name: path.file_stem().map_or_else(|| request.source.clone(), |s| s.to_string_lossy().into_owned()),
+        train: tokens(splits.train)?,
+        validation: tokens(splits.validation)?,
+        entropy_bpb: None,
+        source_bpb: None,
+        notes: match splits.skipped {
+            0 => Vec::new(),
+            n => vec![format!("{n} files of {} are not text and were left out", path.display())],
+        },
+    })
+}
+
+fn stories_corpus(bytes: u64, tokenizer: &Tokenizer) -> Result<Corpus> {
+    let mut documents = Vec::new();
+    let (mut total, mut index) = (0, 0);
+    while total < bytes {
+        let story = stories::story(STORIES_TRAIN, index);
+        total += story.text.len() as u64;
+        index += 1;
+        documents.push(story.text.into_bytes());
+    }
+    let held_out: Vec<_> = (0..HELD_OUT_STORIES).map(|i| stories::story(STORIES_HELD_OUT, i)).collect();
+    let bits: f64 = held_out.iter().map(|s| s.bits).sum();
+    let length: usize = held_out.iter().map(|s| s.text.len()).sum();
+    let held_out = held_out.into_iter().map(|s| s.text.into_bytes()).collect();
+    let tokens = |documents| tokenize(documents, true, tokenizer, Path::new("stories"));
+    Ok(Corpus {
+        name: "stories".into(),
+        train: tokens(documents)?,
+        validation: tokens(held_out)?,
+        entropy_bpb: Some(stories::source().entropy_bpb()),
+        source_bpb: Some(bits / length as f64),
+        notes: Vec::new(),
+    })
+}
+
+fn tokenize(documents: Vec<Vec<u8>>, separate: bool, tokenizer: &Tokenizer, path: &Path) -> Result<Tokens> {
+    if tokenizer.is_bytes() {
+        let lengths = documents.iter().map(Vec::len);
+        let ends = lengths.scan(0, |at, n| {
+            *at += n;
+            Some(*at)
+        });
+        let ends = if separate { ends.collect() } else { Vec::new() };
+        return Ok(Tokens::bytes(documents.concat(), ends, tokenizer.end_of_text()));
+    }
+    let encode = |text: &Vec<u8>| match std::str::from_utf8(text) {
+        Ok(text) => tokenizer.encode(text),
+        Err(e) => {
+            Err(Error::file(path, "UTF-8 text", format!("an invalid byte {} bytes into a document", e.valid_up_to()))
+                .with_hint("convert it to UTF-8, or train on bytes (without --tokenizer)"))
+        }
+    };
+    let ids: Result<Vec<_>> = documents.par_iter().map(encode).collect();
+    Ok(Tokens::ids(ids?, separate, tokenizer.end_of_text(), tokenizer.byte_lengths()))
+}
+
+/// Refuses a split too short for one window of `context`, and says what would fit.
+pub fn require_window(split: &str, tokens: &Tokens, context: usize) -> Result<()> {
+    // A window of documents may be filled up; plain text must hold one and its last target.
+    let needed = if tokens.has_documents() { 2 } else { context + 1 };
+    if tokens.len() >= needed {
+        return Ok(());
+    }
+    let what = format!("the {split} split has {} tokens; a window of context {context} needs {needed}", tokens.len());
+    Err(Error::failed(what).with_hint(match tokens.len() {
+        0 | 1 => "give more text, or hold out another share with --validation".to_owned(),
+        n => format!("give more text, or use --context {} or less", n - 1),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stories_come_framed_and_with_their_entropy() {
+        let request = Request { source: "stories".into(), validation: 0.1, bytes: 20_000, any_bytes: false };
+        let corpus = open(&request, &Tokenizer::bytes()).unwrap();
+        assert!(corpus.train.text_bytes() >= 20_000 && corpus.train.has_documents());
+        assert_eq!(corpus.validation.documents().count() as u64, HELD_OUT_STORIES);
+        let (entropy, source) = (corpus.entropy_bpb.unwrap(), corpus.source_bpb.unwrap());
+        assert!((source / entropy - 1.0).abs() < 0.02, "source {source}, entropy {entropy}");
+        assert_ne!(corpus.train.slice(0..200), corpus.validation.slice(0..200));
+    }
+
+    #[test]
+    fn unknown_names_and_short_texts_say_what_would_work() {
+        let request = |source: &str| Request { source: source.into(), validation: 0.1, bytes: 0, any_bytes: false };
+        let error = open(&request("storis"), &Tokenizer::bytes()).unwrap_err();
+        assert_eq!((error.exit_code(), error.hint().unwrap().contains("stories")), (2, true));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.txt");
+        for (length, context, fits) in [(0, 8, false), (1, 8, false), (8, 8, false), (9, 8, true), (10, 8, true)] {
+            std::fs::write(&path, "x".repeat(length + 1)).unwrap();
+            let corpus =
+                open(&Request { validation: 0.0, ..request(path.to_str().unwrap()) }, &Tokenizer::bytes()).unwrap();
+            assert_eq!(require_window("training", &corpus.train, context).is_ok(), fits || length + 1 == context + 1);
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Held-out loss of a model over windows of text: nats a token, perplexity, bits a byte.
+//!
+//! Called by the train recipe for validation and by `gpt eval`; both walk the same windows in the same order, so they give
+//! the same number. Sums are f64, in window order.
+
+use crate::data::windows::Window;
+use crate::error::Result;
+use crate::model::gpt::{Batch, Gpt};
+use crate::ops::cross_entropy::IGNORE;
+use crate::ops::{ctx::Ctx, storage};
+
+/// What a text cost a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Evaluation {
+    /// Sum of -ln p over the predicted tokens.
+    pub nll: f64,
+    /// Predicted tokens, end-of-text tokens included.
+    pub tokens: u64,
+    /// Bytes of raw text that they stand for; an end-of-text token stands for none.
+    pub bytes: u64,
+}
+
+impl Evaluation {
+    /// Mean nats a token.
+    pub fn loss(&self) -> f64 {
+        self.nll / self.tokens as f64
+    }
+
+    pub fn perplexity(&self) -> f64 {
+        self.loss().exp()
+    }
+
+    /// Bits a byte of raw text: comparable across tokenizers.
+    pub fn bits_per_byte(&self) -> f64 {
+        self.nll / std::f64::consts::LN_2 / self.bytes as f64
+    }
+}
+
+/// Tokens a forward of evaluation holds at most (at least one window).
+const TOKENS_AT_ONCE: usize = 8192;
+
+/// Runs `model` over `windows` without dropout or gradients. Windows of one forward are padded to the longest.
+pub fn evaluate(ctx: &mut Ctx, model: &Gpt, windows: impl Iterator<Item = Window>) -> Result<Evaluation> {
+    let mut total = Evaluation::default();
+    let mut waiting: Vec<Window> = Vec::new();
+    let mut windows = windows.peekable();
+    while let Some(window) = windows.next() {
+        total.bytes += window.bytes as u64;
+        waiting.push(window);
+        let seq = waiting.iter().map(|w| w.inputs.len()).max().unwrap_or(0);
+        if windows.peek().is_none() || (waiting.len() + 1) * seq > TOKENS_AT_ONCE {
+            let batch = padded(&waiting, seq);
+            total.tokens += batch.valid() as u64;
+            let nll = model.nll(ctx, &batch)?;
+            total.nll += storage::read::<f32>("evaluate", &nll)?.iter().map(|x| f64::from(*x)).sum::<f64>();
+            waiting.clear();
+        }
+    }
+    Ok(total)
+}
+
+/// Windows as one batch: a shorter one is filled with tokens that nothing before them sees and no loss counts.
+fn padded(windows: &[Window], seq: usize) -> Batch {
+    let mut batch = Batch { seq, ..Batch::default() };
+    for window in windows {
+        batch.inputs.extend(&window.inputs);
+        batch.targets.extend(&window.targets);
+        let fill = seq - window.inputs.len();
+        batch.inputs.extend(std::iter::repeat_n(0, fill));
+        batch.targets.extend(std::iter::repeat_n(IGNORE, fill));
+    }
+    batch
+}

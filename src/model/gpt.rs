@@ -1,0 +1,231 @@
+//! The whole decoder: its parameters, their initial values, and the forward that training differentiates.
+//!
+//! Called by the trainer and by eval; the engine has the other forward (decode) over the same parameters, and a test holds
+//! them equal. Block (pre-norm, Llama style): x += out(attention(norm(x))); x += down(swiglu(norm(x))).
+
+use std::sync::Arc;
+
+use super::config::GptConfig;
+use crate::error::{Error, Result};
+use crate::nn::attention::SelfAttention;
+use crate::nn::dropout::Dropout;
+use crate::nn::embedding::Embedding;
+use crate::nn::linear::Linear;
+use crate::nn::mlp::Mlp;
+use crate::nn::norm::RmsNorm;
+use crate::nn::parameter::{Parameter, Part, Role};
+use crate::ops::cross_entropy;
+use crate::ops::ctx::{Ctx, Value};
+use crate::ops::{heads::Heads, rotary};
+use crate::random::{Purpose, Stream};
+use crate::tape::{Tape, Var};
+
+/// B sequences of `seq` tokens each, row after row. A target of `cross_entropy::IGNORE` is not predicted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    pub inputs: Vec<u32>,
+    pub targets: Vec<u32>,
+    pub seq: usize,
+}
+
+impl Batch {
+    /// Targets that count.
+    pub fn valid(&self) -> usize {
+        self.targets.iter().filter(|t| **t != cross_entropy::IGNORE).count()
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Block {
+    index: u64,
+    input_norm: RmsNorm,
+    attention: SelfAttention,
+    post_attention_norm: RmsNorm,
+    mlp: Mlp,
+}
+
+impl Block {
+    /// x (N, C) -> (N, C).
+    fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, seq: usize, dropout: Dropout) -> Result<Var> {
+        let normed = self.input_norm.forward(ctx, tape, x)?;
+        let heads = self.attention.forward(ctx, tape, &normed, seq)?;
+        let heads = dropout.forward(ctx, tape, heads, 2 * self.index + 1)?;
+        let x = self.attention.out.forward(ctx, tape, &heads, Some(x))?;
+        let normed = self.post_attention_norm.forward(ctx, tape, &x)?;
+        let gated = self.mlp.forward(ctx, tape, &normed)?;
+        let gated = dropout.forward(ctx, tape, gated, 2 * self.index + 2)?;
+        self.mlp.down.forward(ctx, tape, &gated, Some(&x))
+    }
+}
+
+#[derive(Debug)]
+pub struct Gpt {
+    pub config: GptConfig,
+    /// Whether blocks are computed again in the backward pass instead of keeping their activations.
+    pub recompute: bool,
+    embedding: Embedding,
+    blocks: Vec<Arc<Block>>,
+    norm: RmsNorm,
+    head: Arc<Parameter>,
+    parameters: Vec<Arc<Parameter>>,
+}
+
+/// Where a model's initial weights come from: each row range by name and shape (rows, columns), or (length).
+pub type Source<'a> = dyn FnMut(&str, &[usize]) -> Result<Vec<f32>> + 'a;
+
+impl Gpt {
+    /// A model with random weights of `seed`.
+    pub fn random(config: &GptConfig, seed: u64) -> Result<Self> {
+        let (stream, layers) = (Stream::new(seed, Purpose::Init), config.num_hidden_layers);
+        let mut position = 0;
+        Self::build(config, &mut |name, shape| {
+            position += 1;
+            let Some(std) = initial_std(name, shape, layers) else { return Ok(vec![1.0; shape.iter().product()]) };
+            Ok((0..shape.iter().product::<usize>()).map(|i| std * stream.normal(position, i as u32)).collect())
+        })
+    }
+
+    /// A model whose weights `source` gives, asked for under Hugging Face's names.
+    pub fn build(config: &GptConfig, source: &mut Source) -> Result<Self> {
+        config.validate()?;
+        let mut made = Builder { source, parameters: Vec::new() };
+        let c = config.hidden_size;
+        let table = Arc::new(rotary::Table::new(config.max_position_embeddings, config.head_dim, config.rope_theta)?);
+        let embedding = made.matrix(Role::Table, &[("model.embed_tokens.weight", config.vocab_size)], c)?;
+        let mut blocks = Vec::new();
+        for index in 0..config.num_hidden_layers {
+            blocks.push(Arc::new(made.block(config, index, &table)?));
+        }
+        let norm = RmsNorm { weight: made.gain("model.norm.weight", c)?, eps: config.rms_norm_eps };
+        let head = match config.tie_word_embeddings {
+            true => Arc::clone(&embedding),
+            false => made.matrix(Role::Table, &[("lm_head.weight", config.vocab_size)], c)?,
+        };
+        let parameters = made.parameters;
+        let embedding = Embedding { weight: embedding };
+        Ok(Self { config: config.clone(), recompute: false, embedding, blocks, norm, head, parameters })
+    }
+
+    /// All trainable weights in a fixed order, a tied one once.
+    pub fn parameters(&self) -> &[Arc<Parameter>] {
+        &self.parameters
+    }
+
+    /// The normed output of the last block, (N, C): what the head reads.
+    pub fn hidden(&self, ctx: &mut Ctx, tape: &mut Tape, inputs: &[u32], seq: usize, dropout: Dropout) -> Result<Var> {
+        if seq == 0 || inputs.len() % seq != 0 || seq > self.config.max_position_embeddings {
+            let expected = format!("whole sequences of 1 to {} tokens", self.config.max_position_embeddings);
+            return Err(Error::op("gpt", expected, format!("{} tokens in sequences of {seq}", inputs.len())));
+        }
+        let mut x = self.embedding.forward(ctx, tape, inputs)?;
+        x = dropout.forward(ctx, tape, x, 0)?;
+        for block in &self.blocks {
+            x = if self.recompute && tape.is_recording() {
+                let block = Arc::clone(block);
+                tape.checkpoint(ctx, &x, move |ctx, tape, x| block.forward(ctx, tape, x, seq, dropout))?
+            } else {
+                block.forward(ctx, tape, &x, seq, dropout)?
+            };
+        }
+        self.norm.forward(ctx, tape, &x)
+    }
+
+    /// Forward and backward of one micro-batch: adds to the gradient slots and returns the loss (1), the sum over valid
+    /// targets of -ln p times `scale`.
+    pub fn accumulate(&self, ctx: &mut Ctx, batch: &Batch, scale: f32, dropout: Dropout) -> Result<Value> {
+        let mut tape = Tape::new();
+        let hidden = self.hidden(ctx, &mut tape, &batch.inputs, batch.seq, dropout)?;
+        let mut output = None;
+        self.head.write_gradient(|dw, store| {
+            let (x, w) = (hidden.value(), self.head.master());
+            output = Some(cross_entropy::forward(ctx, x, w, &batch.targets, scale, Some((dw, store)))?);
+            Ok(())
+        })?;
+        let output = output.expect("the closure ran, or its error was returned");
+        let dx = output.dx.expect("asked for by passing the head's slot");
+        tape.run(ctx, &hidden, dx)?;
+        Ok(output.loss)
+    }
+
+    /// -ln p of every target, (N); 0 where ignored. Records nothing.
+    pub fn nll(&self, ctx: &mut Ctx, batch: &Batch) -> Result<Value> {
+        let hidden = self.hidden(ctx, &mut Tape::inference(), &batch.inputs, batch.seq, Dropout::off())?;
+        Ok(cross_entropy::forward(ctx, hidden.value(), self.head.master(), &batch.targets, 1.0, None)?.nll)
+    }
+}
+
+/// The standard deviation of a weight's initial values; `None` for a gain, which starts at one.
+fn initial_std(name: &str, shape: &[usize], layers: usize) -> Option<f32> {
+    let [_, columns] = shape else { return None };
+    if name.contains("embed_tokens") || name.contains("lm_head") {
+        return Some(0.02);
+    }
+    // Keeps the variance of an activation through a product; the projections that write to the residual stream start
+    // smaller, so that its variance does not grow with depth (Radford et al., 2019).
+    let std = 0.5 / (*columns as f32).sqrt();
+    let writes = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+    Some(if writes { std / (2.0 * layers as f32).sqrt() } else { std })
+}
+
+struct Builder<'a, 'b> {
+    source: &'a mut Source<'b>,
+    parameters: Vec<Arc<Parameter>>,
+}
+
+impl Builder<'_, '_> {
+    /// One buffer of `columns` columns from row ranges (name, rows).
+    fn matrix(&mut self, role: Role, ranges: &[(&str, usize)], columns: usize) -> Result<Arc<Parameter>> {
+        let (mut parts, mut data, mut row) = (Vec::new(), Vec::new(), 0);
+        for (name, rows) in ranges {
+            data.extend((self.source)(name, &[*rows, columns])?);
+            parts.push(Part { name: (*name).to_owned(), rows: row..row + rows });
+            row += rows;
+        }
+        Ok(self.keep(Parameter::new(role, parts, &[row, columns], data)))
+    }
+
+    fn gain(&mut self, name: &str, len: usize) -> Result<Arc<Parameter>> {
+        let data = (self.source)(name, &[len])?;
+        let parts = vec![Part { name: name.to_owned(), rows: 0..len }];
+        Ok(self.keep(Parameter::new(Role::Gain, parts, &[len], data)))
+    }
+
+    fn keep(&mut self, parameter: Parameter) -> Arc<Parameter> {
+        let parameter = Arc::new(parameter);
+        self.parameters.push(Arc::clone(&parameter));
+        parameter
+    }
+
+    fn block(&mut self, config: &GptConfig, index: usize, table: &Arc<rotary::Table>) -> Result<Block> {
+        let name = |part: &str| format!("model.layers.{index}.{part}.weight");
+        let (c, f, d, eps) = (config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps);
+        let heads = Heads { attention: config.num_attention_heads, key_value: config.num_key_value_heads, dim: d };
+        let (q, kv) = (config.attention_size(), config.num_key_value_heads * d);
+        let input_norm = RmsNorm { weight: self.gain(&name("input_layernorm"), c)?, eps };
+        let [q_name, k_name, v_name] = ["q", "k", "v"].map(|p| name(&format!("self_attn.{p}_proj")));
+        let qkv = self.matrix(Role::Matrix, &[(&q_name, q), (&k_name, kv), (&v_name, kv)], c)?;
+        let norms = match config.qk_norm() {
+            true => Some([self.gain(&name("self_attn.q_norm"), d)?, self.gain(&name("self_attn.k_norm"), d)?]),
+            false => None,
+        };
+        let out = self.matrix(Role::Matrix, &[(&name("self_attn.o_proj"), c)], q)?;
+        let post_attention_norm = RmsNorm { weight: self.gain(&name("post_attention_layernorm"), c)?, eps };
+        let gate_up = self.matrix(Role::Matrix, &[(&name("mlp.gate_proj"), f), (&name("mlp.up_proj"), f)], c)?;
+        let down = self.matrix(Role::Matrix, &[(&name("mlp.down_proj"), c)], f)?;
+        Ok(Block {
+            index: index as u64,
+            input_norm,
+            attention: SelfAttention {
+                qkv: Linear { weight: qkv },
+                out: Linear { weight: out },
+                norms,
+                eps,
+                heads,
+                window: config.windows[index],
+                table: Arc::clone(table),
+            },
+            post_attention_norm,
+            mlp: Mlp { gate_up: Linear { weight: gate_up }, down: Linear { weight: down } },
+        })
+    }
+}

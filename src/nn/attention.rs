@@ -1,0 +1,63 @@
+//! Self-attention of one block: fused query/key/value projection, head norms and rotation, attention, output projection.
+
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::nn::{linear::Linear, parameter::Parameter};
+use crate::ops::{attention, ctx::Ctx, heads::Heads, rotary};
+use crate::tape::{Tape, Var};
+
+#[derive(Clone, Debug)]
+pub struct SelfAttention {
+    pub qkv: Linear,
+    pub out: Linear,
+    /// Gains of the query and key norms, where the model has them.
+    pub norms: Option<[Arc<Parameter>; 2]>,
+    pub eps: f32,
+    pub heads: Heads,
+    pub window: Option<usize>,
+    pub table: Arc<rotary::Table>,
+}
+
+impl SelfAttention {
+    /// x (N, C) of sequences of `seq` tokens -> the concatenated heads (N, H D), before the output projection.
+    pub fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, seq: usize) -> Result<Var> {
+        let qkv = self.qkv.forward(ctx, tape, x, None)?;
+        let rotated = self.rotate(ctx, tape, &qkv, seq)?;
+        self.attend(ctx, tape, &rotated, seq)
+    }
+
+    fn rotate(&self, ctx: &mut Ctx, tape: &mut Tape, qkv: &Var, seq: usize) -> Result<Var> {
+        let (heads, eps) = (self.heads, self.eps);
+        let (norms, table) = (self.norms.clone(), Arc::clone(&self.table));
+        let (y, rstd) = rotary::forward(ctx, qkv.value(), heads, borrow(&self.norms, eps), &table, seq)?;
+        let qkv = qkv.clone();
+        Ok(tape.record(y, move |ctx, dy, gradients| {
+            let norm_views = borrow(&norms, eps);
+            let saved = rotary::Saved { qkv: qkv.value(), rstd: &rstd, norms: norm_views, table: &table, heads, seq };
+            gradients.write(ctx, &qkv, |ctx, dqkv, store| match &norms {
+                None => rotary::backward(ctx, saved, &dy, (dqkv, store), None),
+                Some([query, key]) => query.write_gradient(|dq, q_store| {
+                    key.write_gradient(|dk, k_store| {
+                        rotary::backward(ctx, saved, &dy, (dqkv, store), Some([(dq, q_store), (dk, k_store)]))
+                    })
+                }),
+            })
+        }))
+    }
+
+    fn attend(&self, ctx: &mut Ctx, tape: &mut Tape, qkv: &Var, seq: usize) -> Result<Var> {
+        let batch = qkv.value().dims()[0] / seq;
+        let shape = attention::Attention { batch, seq, heads: self.heads, window: self.window };
+        let (out, lse) = attention::forward(ctx, qkv.value(), shape)?;
+        let (qkv, saved_out) = (qkv.clone(), out.clone());
+        Ok(tape.record(out, move |ctx, dout, gradients| {
+            let saved = attention::Saved { qkv: qkv.value(), out: &saved_out, lse: &lse };
+            gradients.write(ctx, &qkv, |ctx, dqkv, store| attention::backward(ctx, saved, &dout, shape, (dqkv, store)))
+        }))
+    }
+}
+
+fn borrow(norms: &Option<[Arc<Parameter>; 2]>, eps: f32) -> Option<rotary::Norms<'_>> {
+    norms.as_ref().map(|[query, key]| rotary::Norms { query: query.master(), key: key.master(), eps })
+}

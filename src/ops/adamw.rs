@@ -1,0 +1,106 @@
+//! AdamW (Loshchilov and Hutter, arXiv 1711.05101) in one pass over memory, with the averaged weights kept beside.
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::add::CHUNK;
+use super::ctx::Ctx;
+use super::scalars::Scalar;
+use super::simd::simd_fn;
+use super::storage;
+use crate::error::Result;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Adamw {
+    pub beta1: f32,
+    pub beta2: f32,
+    pub epsilon: f32,
+    /// Decoupled: p -= lr * weight_decay * p.
+    pub weight_decay: f32,
+}
+
+/// The tensors of one parameter, all of its shape.
+#[derive(Clone, Copy)]
+pub struct Target<'a> {
+    pub master: &'a Tensor,
+    pub gradient: &'a Tensor,
+    pub first: &'a Tensor,
+    pub second: &'a Tensor,
+    /// The averaged weights, if kept.
+    pub ema: Option<&'a Tensor>,
+}
+
+/// The decay of the averaged weights at this step: short at first, so that the start is forgotten.
+pub(super) fn ema_decay(scalars: &[f32]) -> f32 {
+    let updates = scalars[Scalar::Updates as usize];
+    scalars[Scalar::EmaDecay as usize].min((1.0 + updates) / (10.0 + updates))
+}
+
+/// The numbers of a step that are the same for every element.
+#[derive(Clone, Copy)]
+struct Step {
+    clip: f32,
+    /// 1 - lr * weight_decay.
+    keep: f32,
+    /// lr over the first moment's bias correction.
+    rate: f32,
+    /// One over the square root of the second moment's bias correction.
+    second_scale: f32,
+    ema: f32,
+}
+
+/// One update; nothing at all when `Skip` is set.
+pub fn step(ctx: &mut Ctx, target: Target, adamw: Adamw, scalars: &Tensor) -> Result<()> {
+    ctx.launch(0);
+    let s = storage::read::<f32>("adamw", scalars)?.to_vec();
+    if s[Scalar::Skip as usize] != 0.0 {
+        return Ok(());
+    }
+    let t = f64::from(s[Scalar::Updates as usize]) + 1.0;
+    let lr = s[Scalar::LearningRate as usize];
+    let step = Step {
+        clip: s[Scalar::Clip as usize],
+        keep: 1.0 - lr * adamw.weight_decay,
+        rate: (f64::from(lr) / (1.0 - f64::from(adamw.beta1).powf(t))) as f32,
+        second_scale: (1.0 / (1.0 - f64::from(adamw.beta2).powf(t)).sqrt()) as f32,
+        ema: ema_decay(&s),
+    };
+    let gradient = storage::read::<f32>("adamw", target.gradient)?;
+    let mut master = storage::write::<f32>("adamw", target.master)?;
+    let mut first = storage::write::<f32>("adamw", target.first)?;
+    let mut second = storage::write::<f32>("adamw", target.second)?;
+    let family = ctx.family();
+    let moments = first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK));
+    master.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK)).zip(moments).for_each(|((p, g), (m, v))| {
+        update(family, p, g, m, v, adamw, step);
+    });
+    drop((first, second));
+    average(ctx, &master, target.ema, step.ema)
+}
+
+simd_fn! {
+fn update<S>(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], adamw: Adamw, step: Step) {
+    let Adamw { beta1, beta2, epsilon, .. } = adamw;
+    for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+        let g = g * step.clip;
+        *m = S::fma(beta1, *m, (1.0 - beta1) * g);
+        *v = S::fma(beta2, *v, (1.0 - beta2) * g * g);
+        *p = S::fma(*p, step.keep, -step.rate * *m / S::fma(v.sqrt(), step.second_scale, epsilon));
+    }
+}
+}
+
+/// ema = decay * ema + (1 - decay) * master.
+pub(super) fn average(ctx: &Ctx, master: &[f32], ema: Option<&Tensor>, decay: f32) -> Result<()> {
+    let Some(ema) = ema else { return Ok(()) };
+    let mut ema = storage::write::<f32>("ema", ema)?;
+    let family = ctx.family();
+    ema.par_chunks_mut(CHUNK).zip(master.par_chunks(CHUNK)).for_each(|(e, p)| average_chunk(family, e, p, decay));
+    Ok(())
+}
+
+simd_fn! {
+fn average_chunk<S>(e: &mut [f32], p: &[f32], decay: f32) {
+    e.iter_mut().zip(p).for_each(|(e, p)| *e = S::fma(decay, *e, (1.0 - decay) * p));
+}
+}

@@ -1,0 +1,131 @@
+//! The output head and the cross-entropy in one, over chunks of rows, so that V-wide logits are never all in memory.
+//! Called by `model::gpt`.
+//!
+//! Where gradients are asked for they are made in the same pass: a chunk's logits become its dlogits in place, which
+//! give its rows of dx and its share of dW. The number of targets is known before, so nothing has to be scaled later.
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::ctx::{Ctx, Value};
+use super::gemm::{self, Matrix, Store, gemm};
+use super::simd::{self, Family, simd_fn};
+use super::storage;
+use crate::error::{Error, Result};
+
+/// A target that is not predicted.
+pub const IGNORE: u32 = u32::MAX;
+
+pub struct Output {
+    /// (1): the sum over the valid targets of -ln p, times the scale.
+    pub loss: Value,
+    /// (N): -ln p of each target, 0 where ignored.
+    pub nll: Value,
+    /// (N, C): the gradient of x, if the head's gradient was asked for.
+    pub dx: Option<Value>,
+}
+
+/// Logits that a chunk holds at most; fixed, so that sums do not depend on anything but the shapes.
+const CHUNK_LOGITS: usize = 1 << 20;
+
+/// The loss of x (N, C) under the head `weight` (V, C) for `targets` (N). With `dweight`, also both gradients.
+pub fn forward(
+    ctx: &mut Ctx,
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &[u32],
+    scale: f32,
+    dweight: Option<(&Tensor, Store)>,
+) -> Result<Output> {
+    let ((n, c), (v, columns)) = (x.dims2()?, weight.dims2()?);
+    if c != columns || targets.len() != n {
+        let expected = format!("x (N, {columns}) and N targets");
+        return Err(Error::op("cross_entropy", expected, format!("x ({n}, {c}) and {} targets", targets.len())));
+    }
+    if let Some(target) = targets.iter().find(|t| **t != IGNORE && **t as usize >= v) {
+        return Err(Error::op("cross_entropy", format!("targets below {v}"), target.to_string()));
+    }
+    ctx.launch(4 * v * c);
+    let (x, w) = (storage::read::<f32>("cross_entropy", x)?, storage::read::<f32>("cross_entropy", weight)?);
+    let mut gradient = match dweight {
+        Some((slot, store)) => Some((storage::write::<f32>("cross_entropy", slot)?, store)),
+        None => None,
+    };
+    let head = Matrix::new(&w, v, c);
+    let width = gemm::panel_width(ctx.family(), v);
+    let mut packed = ctx.vec(gemm::packed_len(head.t(), width));
+    gemm::pack(head.t(), width, &mut packed);
+    let rows = (CHUNK_LOGITS / v).clamp(64, 1024);
+    let mut nll = ctx.vec::<f32>(n);
+    let mut dx = gradient.is_some().then(|| ctx.vec::<f32>(n * c));
+    if let (0, Some((slot, Store::Set))) = (n, &mut gradient) {
+        slot.fill(0.0);
+    }
+    for start in (0..n).step_by(rows) {
+        let end = (start + rows).min(n);
+        let (m, x) = (end - start, Matrix::new(&x[start * c..end * c], end - start, c));
+        let mut logits = ctx.vec(m * v);
+        gemm::multiply_packed(ctx, x, &packed, v, &mut logits, Store::Set);
+        let scale = gradient.is_some().then_some(scale);
+        rows_nll(ctx.family(), &mut logits, v, &targets[start..end], &mut nll[start..end], scale);
+        if let (Some((slot, store)), Some(dx)) = (&mut gradient, &mut dx) {
+            let dlogits = Matrix::new(&logits, m, v);
+            gemm(ctx, dlogits, head, &mut dx[start * c..end * c], Store::Set);
+            gemm(ctx, dlogits.t(), x, slot, if start == 0 { *store } else { Store::Add });
+        }
+        ctx.recycle(logits);
+    }
+    ctx.recycle(packed);
+    let sum: f64 = nll.iter().map(|x| f64::from(*x)).sum();
+    Ok(Output {
+        loss: ctx.value(vec![(sum * f64::from(scale)) as f32], 1),
+        nll: ctx.value(nll, n),
+        dx: dx.map(|dx| ctx.value(dx, (n, c))),
+    })
+}
+
+/// The loss of each row of logits (M, V); with `scale` they become (softmax - onehot) * scale.
+fn rows_nll(family: Family, logits: &mut [f32], v: usize, targets: &[u32], nll: &mut [f32], scale: Option<f32>) {
+    const ROWS: usize = 8;
+    let rows = logits.par_chunks_mut(ROWS * v).zip(targets.par_chunks(ROWS)).zip(nll.par_chunks_mut(ROWS));
+    rows.for_each(|((logits, targets), nll)| {
+        for ((logits, target), nll) in logits.chunks_exact_mut(v).zip(targets).zip(nll) {
+            *nll = match *target {
+                IGNORE => {
+                    logits.fill(0.0);
+                    0.0
+                }
+                target => row_nll(family, logits, target as usize, scale.unwrap_or(0.0), scale.is_some()),
+            };
+        }
+    });
+}
+
+simd_fn! {
+fn row_nll<S>(logits: &mut [f32], target: usize, scale: f32, gradient: bool) -> f32 {
+    let max = simd::max(logits);
+    let at_target = logits[target];
+    logits.iter_mut().for_each(|x| *x = simd::exp::<S>(*x - max));
+    let sum = simd::sum(logits);
+    if gradient {
+        let factor = scale / sum;
+        logits.iter_mut().for_each(|x| *x *= factor);
+        logits[target] -= scale;
+    }
+    sum.ln() + (max - at_target)
+}
+}
+
+/// -ln p of each target, in f64.
+pub fn reference(x: &[f32], weight: &[f32], columns: usize, targets: &[u32]) -> Vec<f64> {
+    let rows = x.chunks(columns).zip(targets);
+    rows.map(|(x, target)| {
+        if *target == IGNORE {
+            return 0.0;
+        }
+        let logits = super::linear::reference(x, weight, None, columns);
+        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        logits.iter().map(|l| (l - max).exp()).sum::<f64>().ln() + max - logits[*target as usize]
+    })
+    .collect()
+}

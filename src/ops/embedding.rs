@@ -1,0 +1,71 @@
+//! Table look-up and its scatter. Called by `nn::embedding`.
+//!
+//! The backward gives each task a band of table rows and sums the tokens of a row in their order, so the result is the
+//! same at every thread count.
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::ctx::{Ctx, Value};
+use super::gemm::Store;
+use super::storage;
+use crate::error::{Error, Result};
+
+fn check(ids: &[u32], rows: usize) -> Result<()> {
+    match ids.iter().find(|id| **id as usize >= rows) {
+        None => Ok(()),
+        Some(id) => Err(Error::op("embedding", format!("token ids below {rows}"), id.to_string())),
+    }
+}
+
+/// Rows `ids` of table (V, C): (N, C).
+pub fn forward(ctx: &mut Ctx, table: &Tensor, ids: &[u32]) -> Result<Value> {
+    let (rows, columns) = table.dims2()?;
+    check(ids, rows)?;
+    ctx.launch(4 * ids.len() * columns);
+    let mut y = ctx.vec(ids.len() * columns);
+    let table = storage::read::<f32>("embedding", table)?;
+    for (y, id) in y.chunks_exact_mut(columns).zip(ids) {
+        y.copy_from_slice(&table[*id as usize * columns..][..columns]);
+    }
+    drop(table);
+    Ok(ctx.value(y, (ids.len(), columns)))
+}
+
+/// Adds each row of dy (N, C) to the table's gradient (V, C) at its id; `Set` clears the rest.
+pub fn backward(ctx: &mut Ctx, ids: &[u32], dy: &Tensor, dtable: (&Tensor, Store)) -> Result<()> {
+    let (rows, columns) = dtable.0.dims2()?;
+    check(ids, rows)?;
+    ctx.launch(0);
+    let dy = storage::read::<f32>("embedding", dy)?;
+    let mut to = storage::write::<f32>("embedding", dtable.0)?;
+    if dtable.1 == Store::Set {
+        to.fill(0.0);
+    }
+    // Tokens sorted by id, equal ids in order: then each table row belongs to one task and is summed in token order.
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    order.sort_by_key(|n| ids[*n as usize]);
+    let dy: &[f32] = &dy;
+    let chunk = rows.div_ceil(4 * rayon::current_num_threads()).max(1);
+    to.par_chunks_mut(chunk * columns).enumerate().for_each(|(part, to)| {
+        let first = (part * chunk) as u32;
+        let start = order.partition_point(|n| ids[*n as usize] < first);
+        let end = order.partition_point(|n| ids[*n as usize] < first + chunk as u32);
+        for n in &order[start..end] {
+            let row = (ids[*n as usize] - first) as usize;
+            let from = &dy[*n as usize * columns..][..columns];
+            to[row * columns..][..columns].iter_mut().zip(from).for_each(|(to, from)| *to += from);
+        }
+    });
+    Ok(())
+}
+
+/// The gradient that `backward` adds, in f64.
+pub fn backward_reference(ids: &[u32], dy: &[f32], rows: usize, columns: usize) -> Vec<f64> {
+    let mut table = vec![0f64; rows * columns];
+    for (id, dy) in ids.iter().zip(dy.chunks(columns)) {
+        let row = &mut table[*id as usize * columns..][..columns];
+        row.iter_mut().zip(dy).for_each(|(t, d)| *t += f64::from(*d));
+    }
+    table
+}

@@ -1,0 +1,67 @@
+//! The linear layer's three products: y = x W^T, dx = dy W, dW = dy^T x. Called by `nn::linear`.
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::add::CHUNK;
+use super::ctx::{Ctx, Value};
+use super::gemm::{Matrix, Store, gemm};
+use super::storage;
+use crate::error::{Error, Result};
+
+/// x (N, in) times weight (out, in) transposed, plus `residual` (N, out) where given: (N, out).
+pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, residual: Option<&Tensor>) -> Result<Value> {
+    let ((n, k), (out, columns)) = (x.dims2()?, weight.dims2()?);
+    if k != columns || residual.is_some_and(|r| r.dims() != [n, out]) {
+        return Err(Error::op(
+            "linear",
+            format!("x (N, {columns}) and a residual (N, {out})"),
+            format!("{:?}", x.shape()),
+        ));
+    }
+    ctx.launch(4 * out * k);
+    let mut y = ctx.vec(n * out);
+    let store = match residual {
+        None => Store::Set,
+        Some(residual) => {
+            let residual = storage::read::<f32>("linear", residual)?;
+            let from: &[f32] = &residual;
+            y.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(y, r)| y.copy_from_slice(r));
+            Store::Add
+        }
+    };
+    let (x, w) = (storage::read::<f32>("linear", x)?, storage::read::<f32>("linear", weight)?);
+    gemm(ctx, Matrix::new(&x, n, k), Matrix::new(&w, out, k).t(), &mut y, store);
+    Ok(ctx.value(y, (n, out)))
+}
+
+/// The gradient of x (N, in) from dy (N, out).
+pub fn backward_input(ctx: &mut Ctx, dy: &Tensor, weight: &Tensor, dx: (&Tensor, Store)) -> Result<()> {
+    let ((n, out), (_, k)) = (dy.dims2()?, weight.dims2()?);
+    ctx.launch(4 * out * k);
+    let (dy, w) = (storage::read::<f32>("linear", dy)?, storage::read::<f32>("linear", weight)?);
+    let mut to = storage::write::<f32>("linear", dx.0)?;
+    gemm(ctx, Matrix::new(&dy, n, out), Matrix::new(&w, out, k), &mut to, dx.1);
+    Ok(())
+}
+
+/// The gradient of the weight (out, in) from dy (N, out) and x (N, in).
+pub fn backward_weight(ctx: &mut Ctx, dy: &Tensor, x: &Tensor, dweight: (&Tensor, Store)) -> Result<()> {
+    let ((n, out), (_, k)) = (dy.dims2()?, x.dims2()?);
+    ctx.launch(0);
+    let (dy, x) = (storage::read::<f32>("linear", dy)?, storage::read::<f32>("linear", x)?);
+    let mut to = storage::write::<f32>("linear", dweight.0)?;
+    gemm(ctx, Matrix::new(&dy, n, out).t(), Matrix::new(&x, n, k), &mut to, dweight.1);
+    Ok(())
+}
+
+/// x W^T (+ residual) in f64.
+pub fn reference(x: &[f32], weight: &[f32], residual: Option<&[f32]>, columns: usize) -> Vec<f64> {
+    let rows = x.chunks(columns);
+    let product = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum::<f64>();
+    let mut y: Vec<f64> = rows.flat_map(|x| weight.chunks(columns).map(move |w| product(x, w))).collect();
+    if let Some(residual) = residual {
+        y.iter_mut().zip(residual).for_each(|(y, r)| *y += f64::from(*r));
+    }
+    y
+}

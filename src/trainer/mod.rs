@@ -1,0 +1,5 @@
+//! Training: the step, the optimizer, the learning rate, the loop. Called by the recipes.
+pub mod fit;
+pub mod optimizer;
+pub mod schedule;
+pub mod step;
