@@ -168,6 +168,7 @@ fn argmax(family: Family, logits: &[f32]) -> (f32, u32) {
 }
 
 simd_fn! {
+#[allow(clippy::extra_unused_type_parameters)] // Nothing is multiplied here.
 fn largest<S>(x: &[f32]) -> (f32, bool) {
     let mut nan = false;
     for x in x {

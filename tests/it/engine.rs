@@ -2,9 +2,11 @@
 
 use gpt::engine::{Engine, PREFILL_CHUNK, Row, RowSettings, Sampling};
 use gpt::model::config::{GptConfig, ModelType};
+use gpt::model::gpt::{Batch, Gpt};
 use gpt::nn::cache::CacheSettings;
 use gpt::ops::ctx::Ctx;
 use gpt::ops::simd::Family;
+use gpt::ops::storage;
 
 use crate::plain::{Plain, config};
 
@@ -82,6 +84,37 @@ fn logits_equal_the_f64_oracle_for_every_kind_of_model() {
         }
         let wide = GptConfig { num_key_value_heads: 1, head_dim: 98, ..mixed() };
         assert_equals_oracle(family, &wide, 20, CacheSettings::default());
+    }
+}
+
+/// -ln of the probability that logits (V) give to a token.
+fn nll(logits: &[f32], target: u32) -> f64 {
+    let max = logits.iter().copied().fold(f32::MIN, f32::max);
+    let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
+    sum.ln() - f64::from(logits[target as usize] - max)
+}
+
+#[test]
+fn decoding_computes_the_forward_that_was_trained() {
+    for family in families() {
+        for (tied, windows) in [(true, [Some(9), None]), (false, [None, Some(1)])] {
+            let config = config(ModelType::Qwen3, tied, &windows);
+            let plain = Plain::new(config.clone(), SEED);
+            let model = Gpt::build(&config, &mut |name, shape| Ok(plain.weight(name, shape))).unwrap();
+            let (inputs, targets) = (tokens(48), tokens(49)[1..].to_vec());
+            let batch = Batch { inputs: inputs.clone(), targets: targets.clone(), seq: 48 };
+            let trained = model.nll(&mut Ctx::cpu(family), &batch).unwrap();
+            let trained = storage::read::<f32>("test", &trained).unwrap();
+            engine_on(family, &config)
+                .logits(&inputs, CacheSettings::default(), |first, logits| {
+                    for (t, logits) in (first..).zip(logits.chunks(70)) {
+                        let (got, want) = (nll(logits, targets[t]), f64::from(trained[t]));
+                        assert!((got - want).abs() < 1e-4 * (1.0 + want), "{}: {t}: {got} {want}", family.name());
+                    }
+                    Ok(())
+                })
+                .unwrap();
+        }
     }
 }
 

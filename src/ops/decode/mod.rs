@@ -180,8 +180,8 @@ fn rotate<S>(head: &mut [f32], angles: &[f32]) {
     let (cos, sin) = angles.split_at(half);
     for (((a, b), cos), sin) in a.iter_mut().zip(b).zip(cos).zip(sin) {
         let (x, y) = (*a, *b);
-        *a = x * cos - y * sin;
-        *b = y * cos + x * sin;
+        *a = S::fma(x, *cos, -(y * sin));
+        *b = S::fma(y, *cos, x * sin);
     }
 }
 }

@@ -21,6 +21,7 @@ pub fn gumbel(stream: Stream, position: u64, id: u32) -> f32 {
 }
 
 simd_fn! {
+#[allow(clippy::extra_unused_type_parameters)] // Only plain arithmetic: the bits must be those of every family.
 fn fill_block<S>(stream: Stream, position: u64, block: u32, noise: &mut [f32; BLOCK]) {
     let mut words = [0u32; BLOCK];
     for i in 0..BLOCK / 4 {
@@ -56,7 +57,7 @@ fn ln(x: f32) -> f32 {
     let p = p * f - 1.666_805_8e-1;
     let p = p * f + 2.000_071_5e-1;
     let p = p * f - 2.499_999_4e-1;
-    let p = p * f + 3.333_333_1e-1;
+    let p = p * f + 0.333_333_3;
     let y = p * f * z;
     let y = y - 2.121_944_4e-4 * e;
     let y = y - 0.5 * z;

@@ -221,6 +221,7 @@ impl Tile<'_> {
 simd_fn! {
 /// MR rows times NR columns of a panel. Constant bounds and nothing that can fail inside the loops, so that `acc` lives
 /// in registers (see `gemm::full_tile`).
+#[allow(clippy::needless_range_loop)] // The form that is unrolled whole.
 fn tile<S, const MR: usize, const NR: usize>(x: &[f32], k: usize, panel: &[f32], stride: usize) -> [[f32; NR]; MR] {
     let mut acc = [[0f32; NR]; MR];
     if k > 0 {
