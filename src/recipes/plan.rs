@@ -7,6 +7,7 @@ use super::report::{Event, Report};
 use super::run_folder::PRESET;
 use super::train::TrainConfig;
 use crate::checkpoint::RUNS;
+use crate::checkpoint::config_json;
 use crate::checkpoint::model_folder::ModelFolder;
 use crate::checkpoint::steps::StepFolder;
 use crate::data::{self, Corpus, windows::Windows};
@@ -78,6 +79,8 @@ pub fn resolve(
         }
     };
     preset.validate()?;
+    // What could not be written at the end is refused at the start.
+    config_json::write(&gpt_config, tokenizer.end_of_text())?;
     let corpus = data::open(
         &data::Request {
             source: preset.data.source.clone(),

@@ -134,7 +134,7 @@ mod tests {
     #[test]
     fn a_falling_loss_falls_on_the_screen() {
         let lines = characters(&curve(100), &[], 60, 8);
-        let rows: Vec<&str> = lines.lines().collect();
-        assert!(rows[0].find('.') < rows[7].find('.'), "{lines}");
+        let column = |row: usize| lines.lines().nth(row).unwrap().split_once('|').unwrap().1.find('.');
+        assert!(column(0).unwrap() < column(7).unwrap(), "{lines}");
     }
 }

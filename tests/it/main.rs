@@ -1,7 +1,11 @@
 //! The integration tests, in one binary: each file is an area.
+mod bad_input;
+mod command;
+mod commands;
 mod engine;
 mod layering;
 mod model;
 mod oracle;
 mod plain;
 mod reference;
+mod resume;

@@ -274,7 +274,6 @@ fn plots(grammar: &Grammar, rule: usize) -> f64 {
 #[test]
 fn there_are_thousands_of_plots() {
     let plots = plots(&GRAMMAR, 0);
-    println!("{plots} plots");
     assert!(plots >= 2_000.0, "{plots}");
 }
 
