@@ -214,7 +214,7 @@ impl Preset {
             Error::usage(format!("model.model_type `{}`", m.model_type))
                 .with_hint(format!("one of: {}", names.join(", ")))
         })?;
-        let full = |layer: usize| m.full_attention_every > 0 && (layer + 1) % m.full_attention_every == 0;
+        let full = |layer: usize| m.full_attention_every > 0 && (layer + 1).is_multiple_of(m.full_attention_every);
         let window = |layer: usize| (m.sliding_window > 0 && !full(layer)).then_some(m.sliding_window);
         let config = GptConfig {
             model_type,

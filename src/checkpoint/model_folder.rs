@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use super::weights::{self, NamedTensor, Weights};
+use super::weights::{self, Weights};
 use super::{atomic, config_json};
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::model::gpt::Gpt;
+use crate::nn::parameter::NamedTensor;
 
 /// The companions of the weights, as texts.
 #[derive(Clone, Debug)]

@@ -7,14 +7,7 @@ use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 use crate::error::{Error, Result};
-
-/// A tensor to be written.
-#[derive(Clone, Debug, PartialEq)]
-pub struct NamedTensor {
-    pub name: String,
-    pub shape: Vec<usize>,
-    pub data: Vec<f32>,
-}
+use crate::nn::parameter::NamedTensor;
 
 /// The bytes of a safetensors file. Equal tensors give equal bytes: sorted by name, one metadata key.
 pub fn to_bytes(tensors: &[NamedTensor]) -> Result<Vec<u8>> {
@@ -142,10 +135,11 @@ fn what_instead(bytes: &[u8], parser: &str) -> String {
     if start.starts_with("version https://git-lfs") {
         return "a git-lfs pointer instead of the file".into();
     }
-    if let Some(length) = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)) {
-        if length < 100_000_000 && (bytes.len() as u64) < 8 + length {
-            return format!("{} bytes where the header alone is {}: the file is cut short", bytes.len(), 8 + length);
-        }
+    if let Some(length) = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b))
+        && length < 100_000_000
+        && (bytes.len() as u64) < 8 + length
+    {
+        return format!("{} bytes where the header alone is {}: the file is cut short", bytes.len(), 8 + length);
     }
     format!("{} bytes that cannot be read ({parser})", bytes.len())
 }

@@ -81,7 +81,7 @@ impl Tokens {
             Store::Bytes { text, ends, end_of_text } => {
                 let mut ids = Vec::with_capacity(range.len());
                 // Document d holds tokens from its end-of-text at `starts(d)` on; find the first that reaches into the range.
-                let mut document = partition(ends.len(), |d| ends[d] + d + 1 <= range.start);
+                let mut document = partition(ends.len(), |d| ends[d] + d < range.start);
                 let mut at = range.start;
                 while at < range.end {
                     let start = if document == 0 { 0 } else { ends[document - 1] + document };

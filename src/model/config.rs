@@ -93,14 +93,14 @@ impl GptConfig {
         if let Some((name, _)) = fields.iter().find(|(_, value)| *value == 0) {
             return Err(Error::usage(format!("model.{name} is 0")).with_hint("give it a positive value"));
         }
-        if self.num_attention_heads % self.num_key_value_heads != 0 {
+        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let what = format!(
                 "{} attention heads do not divide into {} key/value heads",
                 self.num_attention_heads, self.num_key_value_heads
             );
             return Err(Error::usage(what).with_hint("choose --kv-heads so that it divides --heads"));
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             let what = format!("head_dim {} is odd, but rotary positions turn pairs", self.head_dim);
             return Err(Error::usage(what).with_hint("choose an even model.head_dim"));
         }

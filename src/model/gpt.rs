@@ -140,7 +140,7 @@ impl Gpt {
 
     /// The normed output of the last block, (N, C): what the head reads.
     pub fn hidden(&self, ctx: &mut Ctx, tape: &mut Tape, inputs: &[u32], seq: usize, dropout: Dropout) -> Result<Var> {
-        if seq == 0 || inputs.len() % seq != 0 || seq > self.config.max_position_embeddings {
+        if seq == 0 || !inputs.len().is_multiple_of(seq) || seq > self.config.max_position_embeddings {
             let expected = format!("whole sequences of 1 to {} tokens", self.config.max_position_embeddings);
             return Err(Error::op("gpt", expected, format!("{} tokens in sequences of {seq}", inputs.len())));
         }

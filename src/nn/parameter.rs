@@ -19,6 +19,14 @@ pub struct Part {
     pub rows: std::ops::Range<usize>,
 }
 
+/// A named array on the host: how weights and optimizer state leave for a file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedTensor {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub data: Vec<f32>,
+}
+
 /// What kind of weight it is: decides decay and optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -84,14 +92,15 @@ impl Parameter {
         fill(self.gradient(), store)
     }
 
-    /// The named row ranges of `tensor`, which has this parameter's shape: (name, shape, elements).
-    pub fn split(&self, tensor: &Tensor) -> Result<Vec<(String, Vec<usize>, Vec<f32>)>> {
+    /// The row ranges of `tensor`, which has this parameter's shape, each under its name.
+    pub fn split(&self, tensor: &Tensor) -> Result<Vec<NamedTensor>> {
         let data = storage::read::<f32>("split", tensor)?;
         let columns = tensor.dims().get(1).copied().unwrap_or(1);
         let part = |p: &Part| {
             let mut shape = tensor.dims().to_vec();
             shape[0] = p.rows.len();
-            (p.name.clone(), shape, data[p.rows.start * columns..p.rows.end * columns].to_vec())
+            let data = data[p.rows.start * columns..p.rows.end * columns].to_vec();
+            NamedTensor { name: p.name.clone(), shape, data }
         };
         Ok(self.parts.iter().map(part).collect())
     }

@@ -8,9 +8,10 @@ use crate::checkpoint::atomic;
 use crate::checkpoint::lock::RunLock;
 use crate::checkpoint::model_folder::{self, Companions};
 use crate::checkpoint::steps::{self, StepFolder};
-use crate::checkpoint::weights::{NamedTensor, to_bytes};
+use crate::checkpoint::weights::to_bytes;
 use crate::error::{Error, Result};
 use crate::model::gpt::Gpt;
+use crate::nn::parameter::NamedTensor;
 use crate::ops::storage;
 use crate::trainer::curve::{self, Point};
 use crate::trainer::fit::Best;
@@ -83,14 +84,7 @@ impl RunFolder {
         keep: usize,
         companions: &Companions,
     ) -> Result<PathBuf> {
-        let (mut weights, mut optimizer) = (Vec::new(), Vec::new());
-        for (kind, name, shape, data) in trainer.state()? {
-            let tensor = |name| NamedTensor { name, shape, data };
-            match kind {
-                "weight" => weights.push(tensor(name)),
-                kind => optimizer.push(tensor(format!("{kind}.{name}"))),
-            }
-        }
+        let (weights, mut optimizer) = trainer.state()?;
         let scalars = storage::read::<f32>("save", trainer.scalars.tensor())?.to_vec();
         optimizer.push(NamedTensor { name: "scalars".into(), shape: vec![scalars.len()], data: scalars });
         let json = serde_json::to_string_pretty(state).expect("plain numbers and texts") + "\n";
@@ -121,10 +115,7 @@ impl RunFolder {
     pub fn restore(&mut self, step: &StepFolder, trainer: &mut Trainer) -> Result<State> {
         let state = Self::state(step)?;
         let (weights, optimizer) = (step.tensors(WEIGHTS)?, step.tensors(OPTIMIZER)?);
-        trainer.restore(&mut |kind, name, shape| match kind {
-            "weight" => weights.get(name, shape),
-            kind => optimizer.get(&format!("{kind}.{name}"), shape),
-        })?;
+        trainer.restore(&mut |name, shape| weights.get(name, shape), &mut |name, shape| optimizer.get(name, shape))?;
         let count = trainer.scalars.tensor().elem_count();
         let scalars = optimizer.get("scalars", &[count])?;
         storage::write::<f32>("restore", trainer.scalars.tensor())?.copy_from_slice(&scalars);
@@ -169,8 +160,7 @@ impl RunFolder {
 pub fn tensors(model: &Gpt) -> Result<Vec<NamedTensor>> {
     let mut tensors = Vec::new();
     for parameter in model.parameters() {
-        let parts = parameter.split(parameter.master())?;
-        tensors.extend(parts.into_iter().map(|(name, shape, data)| NamedTensor { name, shape, data }));
+        tensors.extend(parameter.split(parameter.master())?);
     }
     Ok(tensors)
 }

@@ -78,7 +78,7 @@ pub fn fit(
         }
         let last = trainer.step == plan.schedule.steps;
         let mut val_loss = None;
-        if last || trainer.step % plan.eval_every == 0 {
+        if last || trainer.step.is_multiple_of(plan.eval_every) {
             val_loss = hooks.validate(trainer)?;
         }
         hooks.observe(&record, seconds, val_loss)?;
@@ -92,7 +92,7 @@ pub fn fit(
         }
         let early = plan.patience > 0 && best.stale >= plan.patience;
         let interrupted = hooks.interrupted();
-        if last || early || interrupted || trainer.step % plan.save_every == 0 {
+        if last || early || interrupted || trainer.step.is_multiple_of(plan.save_every) {
             hooks.save(trainer, best)?;
         }
         if !last && (early || interrupted) {

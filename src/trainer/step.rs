@@ -7,8 +7,9 @@ use candle_core::Tensor;
 
 use super::optimizer::{Optimizer, Settings};
 use crate::error::{Error, Result};
-use crate::model::gpt::{Batch, Gpt};
+use crate::model::gpt::{Batch, Gpt, Source};
 use crate::nn::dropout::Dropout;
+use crate::nn::parameter::{NamedTensor, Parameter};
 use crate::ops::ctx::Ctx;
 use crate::ops::guard::{self, Guard};
 use crate::ops::scalars::{Scalar, Scalars};
@@ -96,35 +97,32 @@ impl Trainer {
         })
     }
 
-    /// Everything that resuming needs as named tensors: (kind, name, shape, elements), kinds being weight, moments, average.
-    pub fn state(&self) -> Result<Vec<(&'static str, String, Vec<usize>, Vec<f32>)>> {
-        let parameters = self.model.parameters();
-        let weights = ("weight", parameters.iter().map(|p| Some(p.master())).collect());
-        let mut state = Vec::new();
-        for (kind, tensors) in std::iter::once(weights).chain(self.optimizer.state()) {
-            for (parameter, tensor) in parameters.iter().zip(tensors) {
+    /// Everything that resuming needs but the scalars: the weights, and the optimizer's state as "kind.name".
+    pub fn state(&self) -> Result<(Vec<NamedTensor>, Vec<NamedTensor>)> {
+        let (mut weights, mut optimizer) = (Vec::new(), Vec::new());
+        for parameter in self.model.parameters() {
+            weights.extend(parameter.split(parameter.master())?);
+        }
+        for (kind, tensors) in self.optimizer.state() {
+            for (parameter, tensor) in self.model.parameters().iter().zip(tensors) {
                 let Some(tensor) = tensor else { continue };
-                state.extend(parameter.split(tensor)?.into_iter().map(|(name, shape, data)| (kind, name, shape, data)));
+                let named = |t: NamedTensor| NamedTensor { name: format!("{kind}.{}", t.name), ..t };
+                optimizer.extend(parameter.split(tensor)?.into_iter().map(named));
             }
         }
-        Ok(state)
+        Ok((weights, optimizer))
     }
 
-    /// Fills everything of `state` from `source` (kind, name, shape).
-    pub fn restore(&mut self, source: &mut dyn FnMut(&str, &str, &[usize]) -> Result<Vec<f32>>) -> Result<()> {
-        let parameters = self.model.parameters();
-        let weights = ("weight", parameters.iter().map(|p| Some(p.master())).collect());
-        for (kind, tensors) in std::iter::once(weights).chain(self.optimizer.state()) {
-            for (parameter, tensor) in parameters.iter().zip(tensors) {
+    /// Fills what `state` gives from two sources of the same names.
+    pub fn restore(&mut self, weights: &mut Source, optimizer: &mut Source) -> Result<()> {
+        for parameter in self.model.parameters() {
+            fill(parameter, parameter.master(), &mut |name, shape| weights(name, shape))?;
+            parameter.touch();
+        }
+        for (kind, tensors) in self.optimizer.state() {
+            for (parameter, tensor) in self.model.parameters().iter().zip(tensors) {
                 let Some(tensor) = tensor else { continue };
-                let mut data = Vec::with_capacity(tensor.elem_count());
-                for part in &parameter.parts {
-                    let mut shape = tensor.dims().to_vec();
-                    shape[0] = part.rows.len();
-                    data.extend(source(kind, &part.name, &shape)?);
-                }
-                storage::write::<f32>("restore", tensor)?.copy_from_slice(&data);
-                parameter.touch();
+                fill(parameter, tensor, &mut |name, shape| optimizer(&format!("{kind}.{name}"), shape))?;
             }
         }
         Ok(())
@@ -141,4 +139,16 @@ impl Trainer {
         }
         Ok(())
     }
+}
+
+/// Fills a tensor of a parameter's shape, row range by row range.
+fn fill(parameter: &Parameter, tensor: &Tensor, source: &mut Source) -> Result<()> {
+    let mut data = Vec::with_capacity(tensor.elem_count());
+    for part in &parameter.parts {
+        let mut shape = tensor.dims().to_vec();
+        shape[0] = part.rows.len();
+        data.extend(source(&part.name, &shape)?);
+    }
+    storage::write::<f32>("restore", tensor)?.copy_from_slice(&data);
+    Ok(())
 }

@@ -167,7 +167,7 @@ fn rows_of_a_batch_are_what_each_is_alone() {
     let mut engine = engine(&config);
     let lengths = [1, 70, 5, 200, 64, 65, 2, 130, 31];
     let settings = |i: usize| RowSettings {
-        cache: if i % 2 == 0 { cache(16, 4) } else { CacheSettings::default() },
+        cache: if i.is_multiple_of(2) { cache(16, 4) } else { CacheSettings::default() },
         ..settings(i as u64)
     };
     let mut rows: Vec<Row> =

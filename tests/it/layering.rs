@@ -14,7 +14,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("tokenizer", &["error"]),
     ("data", &["error", "random", "tokenizer"]),
     ("preset", &["error", "model"]),
-    ("checkpoint", &["error", "model"]),
+    ("checkpoint", &["error", "nn", "model"]),
     ("engine", &["error", "random", "ops", "nn", "model"]),
     ("eval", &["error", "data", "ops", "model"]),
     ("trainer", &["error", "random", "data", "ops", "nn", "model"]),

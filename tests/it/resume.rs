@@ -66,7 +66,7 @@ fn four_times_one_is_one_times_four_also_when_it_changes_between() {
     let adamw = ["--optimizer", "adamw"];
     place.train("whole", 20, &adamw).ok();
     place.train("cut", 20, &[&adamw[..], &["--batch", "1", "--accumulate", "4"]].concat()).fails(2, &["--batch"]);
-    let small: Vec<&str> = SMALL.iter().copied().collect();
+    let small = SMALL.to_vec();
     let at = small.iter().position(|f| *f == "--batch").unwrap();
     let run = |out: &str, steps: &str, batch: &str, accumulate: &str, more: &[&str]| {
         let mut small = small.clone();
