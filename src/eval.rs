@@ -37,30 +37,31 @@ impl Evaluation {
 }
 
 /// Tokens a forward of evaluation holds at most (at least one window).
-const TOKENS_AT_ONCE: usize = 8192;
+const TOKENS_AT_ONCE: usize = 4096;
 
-/// Runs `model` over `windows` without dropout or gradients. Windows of one forward are padded to the longest.
+/// Runs `model` over `windows` without dropout or gradients.
 pub fn evaluate(ctx: &mut Ctx, model: &Gpt, windows: impl Iterator<Item = Window>) -> Result<Evaluation> {
     let mut total = Evaluation::default();
-    let mut waiting: Vec<Window> = Vec::new();
+    let rows = (TOKENS_AT_ONCE / model.config.max_position_embeddings).max(1);
     let mut windows = windows.peekable();
-    while let Some(window) = windows.next() {
-        total.bytes += window.bytes as u64;
-        waiting.push(window);
-        let seq = waiting.iter().map(|w| w.inputs.len()).max().unwrap_or(0);
-        if windows.peek().is_none() || (waiting.len() + 1) * seq > TOKENS_AT_ONCE {
-            let batch = padded(&waiting, seq);
-            total.tokens += batch.valid() as u64;
-            let nll = model.nll(ctx, &batch)?;
-            total.nll += storage::read::<f32>("evaluate", &nll)?.iter().map(|x| f64::from(*x)).sum::<f64>();
-            waiting.clear();
-        }
+    while windows.peek().is_some() {
+        let together: Vec<Window> = windows.by_ref().take(rows).collect();
+        total.bytes += together.iter().map(|w| w.bytes as u64).sum::<u64>();
+        let batch = padded(&together, model.config.max_position_embeddings);
+        total.tokens += batch.valid() as u64;
+        let nll = model.nll(ctx, &batch)?;
+        total.nll += storage::read::<f32>("evaluate", &nll)?.iter().map(|x| f64::from(*x)).sum::<f64>();
     }
+    // Its shapes are not those of a training step: what they left in the free list would only lie there.
+    ctx.trim();
     Ok(total)
 }
 
 /// Windows as one batch: a shorter one is filled with tokens that nothing before them sees and no loss counts.
-fn padded(windows: &[Window], seq: usize) -> Batch {
+fn padded(windows: &[Window], context: usize) -> Batch {
+    let longest = windows.iter().map(|w| w.inputs.len()).max().unwrap_or(0);
+    // Few different lengths, so that buffers are used again.
+    let seq = longest.next_multiple_of(64).min(context);
     let mut batch = Batch { seq, ..Batch::default() };
     for window in windows {
         batch.inputs.extend(&window.inputs);

@@ -36,6 +36,12 @@ impl Ctx {
         Self { device: Device::Cpu, family, free: Arc::default(), counts: Counts::default() }
     }
 
+    /// Another context over the same device and free list, for work that runs beside this one's; its counters are its own.
+    pub fn fork(&self) -> Self {
+        let (device, free) = (self.device.clone(), Arc::clone(&self.free));
+        Self { device, family: self.family, free, counts: Counts::default() }
+    }
+
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -79,6 +85,11 @@ impl Ctx {
     /// Gives a scratch vector back.
     pub fn recycle<T: Pooled>(&mut self, vec: Vec<T>) {
         T::shelf(&mut self.free.lock().expect("free list lock")).put(vec);
+    }
+
+    /// Gives the memory of the free list back to the system.
+    pub fn trim(&mut self) {
+        *self.free.lock().expect("free list lock") = FreeList::default();
     }
 
     /// Bytes that lie in the free list now.

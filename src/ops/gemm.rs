@@ -280,7 +280,7 @@ fn pack_whole<const W: usize>(b: Matrix, part: &[f32], packed: &mut [f32]) {
     }
 }
 
-/// C (rows, cols) = A (rows, k) times one panel [k][width]; `width` is what `panel_width` gave.
+/// C (rows, cols) = A (rows, k) times one panel `[k][width]`; `width` is what `panel_width` gave.
 pub fn multiply_panel(family: Family, width: usize, a: Matrix, panel: &[f32], out: Tile) {
     a.check();
     multiply_tiles(family, width, RowTiles::of(a, tile_rows(family, width)), panel, out);

@@ -32,48 +32,77 @@ impl Default for Muon {
     }
 }
 
-/// The tensors of one parameter (rows, columns).
-#[derive(Clone, Copy)]
+/// The tensors of one parameter (rows, columns), and the row ranges that are matrices of their own.
+#[derive(Clone)]
 pub struct Target<'a> {
     pub master: &'a Tensor,
     pub gradient: &'a Tensor,
     pub momentum: &'a Tensor,
     pub ema: Option<&'a Tensor>,
+    pub parts: Vec<Range<usize>>,
 }
 
-/// One update of every part; nothing at all when `Skip` is set.
-pub fn step(ctx: &mut Ctx, target: Target, parts: &[Range<usize>], muon: Muon, scalars: &Tensor) -> Result<()> {
+/// One matrix to update.
+struct Job<'a> {
+    gradient: &'a [f32],
+    momentum: &'a mut [f32],
+    master: &'a mut [f32],
+    rows: usize,
+    columns: usize,
+}
+
+/// One update of every part of every target; nothing at all when `Skip` is set. Matrices are small and many, so each is
+/// worked on by one thread.
+pub fn step(ctx: &mut Ctx, targets: &[Target], muon: Muon, scalars: &Tensor) -> Result<()> {
     ctx.launch(0);
     let s = storage::read::<f32>("muon", scalars)?.to_vec();
     if s[Scalar::Skip as usize] != 0.0 {
         return Ok(());
     }
-    let (_, columns) = target.master.dims2()?;
-    let (lr, clip) = (s[Scalar::LearningRate as usize], s[Scalar::Clip as usize]);
-    let gradient = storage::read::<f32>("muon", target.gradient)?;
-    let mut momentum = storage::write::<f32>("muon", target.momentum)?;
-    let mut master = storage::write::<f32>("muon", target.master)?;
-    let beta = muon.momentum;
-    for part in parts {
-        let span = part.start * columns..part.end * columns;
-        let (g, m, p) = (&gradient[span.clone()], &mut momentum[span.clone()], &mut master[span]);
-        let mut update = ctx.vec::<f32>(g.len());
-        let chunks = update.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).zip(m.par_chunks_mut(CHUNK));
-        chunks.for_each(|((u, g), m)| {
-            for ((u, g), m) in u.iter_mut().zip(g).zip(m) {
-                let g = g * clip;
-                *m = beta * *m + (1.0 - beta) * g;
-                // Nesterov: the momentum as it will be after one more such gradient.
-                *u = beta * *m + (1.0 - beta) * g;
-            }
-        });
-        orthogonalize(ctx, &mut update, part.len(), columns, muon.iterations);
-        let (keep, rate) = (1.0 - lr * muon.weight_decay, -lr * 0.2 * (part.len().max(columns) as f32).sqrt());
-        let chunks = p.par_chunks_mut(CHUNK).zip(update.par_chunks(CHUNK));
-        chunks.for_each(|(p, u)| p.iter_mut().zip(u).for_each(|(p, u)| *p = keep * *p + rate * u));
-        ctx.recycle(update);
+    let mut opened = Vec::with_capacity(targets.len());
+    for target in targets {
+        opened.push((
+            storage::read::<f32>("muon", target.gradient)?,
+            storage::write::<f32>("muon", target.momentum)?,
+            storage::write::<f32>("muon", target.master)?,
+        ));
     }
-    average(ctx, &master, target.ema, ema_decay(&s))
+    let mut jobs = Vec::new();
+    for (target, (gradient, momentum, master)) in targets.iter().zip(&mut opened) {
+        let (_, columns) = target.master.dims2()?;
+        let (mut gradient, mut momentum, mut master): (&[f32], &mut [f32], &mut [f32]) = (gradient, momentum, master);
+        for part in &target.parts {
+            let rows = part.len();
+            let (g, g_rest) = gradient.split_at(rows * columns);
+            let (m, m_rest) = momentum.split_at_mut(rows * columns);
+            let (p, p_rest) = master.split_at_mut(rows * columns);
+            jobs.push(Job { gradient: g, momentum: m, master: p, rows, columns });
+            (gradient, momentum, master) = (g_rest, m_rest, p_rest);
+        }
+    }
+    let (lr, clip) = (s[Scalar::LearningRate as usize], s[Scalar::Clip as usize]);
+    let shared: &Ctx = ctx;
+    jobs.into_par_iter().for_each(|job| update(&mut shared.fork(), job, muon, lr, clip));
+    for (target, (_, _, master)) in targets.iter().zip(&opened) {
+        average(ctx, master, target.ema, ema_decay(&s))?;
+    }
+    Ok(())
+}
+
+fn update(ctx: &mut Ctx, job: Job, muon: Muon, lr: f32, clip: f32) {
+    let Job { gradient, momentum, master, rows, columns } = job;
+    let beta = muon.momentum;
+    let mut update = ctx.vec::<f32>(gradient.len());
+    for ((u, g), m) in update.iter_mut().zip(gradient).zip(momentum) {
+        let g = g * clip;
+        *m = beta * *m + (1.0 - beta) * g;
+        // Nesterov: the momentum as it will be after one more such gradient.
+        *u = beta * *m + (1.0 - beta) * g;
+    }
+    orthogonalize(ctx, &mut update, rows, columns, muon.iterations);
+    let (keep, rate) = (1.0 - lr * muon.weight_decay, -lr * 0.2 * (rows.max(columns) as f32).sqrt());
+    master.iter_mut().zip(&update).for_each(|(p, u)| *p = keep * *p + rate * u);
+    ctx.recycle(update);
 }
 
 /// Brings the singular values of x (rows, columns) near to one, by the quintic Newton-Schulz iteration

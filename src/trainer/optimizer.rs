@@ -100,6 +100,7 @@ impl Optimizer {
     /// One update of every parameter from its gradient; the step's numbers come from the scalars.
     pub fn step(&self, ctx: &mut Ctx, model: &Gpt, scalars: &Tensor) -> Result<()> {
         let s = self.settings;
+        let mut matrices = Vec::new();
         for (index, (parameter, moments)) in model.parameters().iter().zip(&self.moments).enumerate() {
             let (master, gradient, ema) = (parameter.master(), parameter.gradient(), self.averages.get(index));
             let weight_decay = if parameter.role == Role::Gain { 0.0 } else { s.weight_decay };
@@ -110,13 +111,15 @@ impl Optimizer {
                     adamw::step(ctx, target, adamw, scalars)?;
                 }
                 None => {
-                    let target = muon::Target { master, gradient, momentum: &moments.first, ema };
-                    let rows: Vec<_> = parameter.parts.iter().map(|p| p.rows.clone()).collect();
-                    let muon = Muon { momentum: s.momentum, weight_decay, ..Muon::default() };
-                    muon::step(ctx, target, &rows, muon, scalars)?;
+                    let parts = parameter.parts.iter().map(|p| p.rows.clone()).collect();
+                    matrices.push(muon::Target { master, gradient, momentum: &moments.first, ema, parts });
                 }
             }
         }
-        Ok(())
+        if matrices.is_empty() {
+            return Ok(());
+        }
+        let muon = Muon { momentum: s.momentum, weight_decay: s.weight_decay, ..Muon::default() };
+        muon::step(ctx, &matrices, muon, scalars)
     }
 }
