@@ -1,34 +1,105 @@
-//! The machine: which device computes, how much memory there is, how much this process has used. A leaf.
+//! This machine: its memory, its cores, and which device a run takes and why. A leaf, called by cli and the recipes.
+//!
+//! With the ops, the only place that may ask which platform this is.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, nearest};
 
-/// The device of that name and why it was chosen.
-pub fn choose(name: &str) -> Result<&'static str> {
-    match name {
-        "auto" | "cpu" => Ok("cpu"),
-        "cuda" | "metal" => {
-            Err(Error::usage(format!("this build has no {name} back end")).with_hint("use --device cpu"))
-        }
-        _ => Err(Error::usage(format!("unknown device `{name}`")).with_hint("one of: auto, cpu")),
+/// Main memory in bytes, all of it and what can be taken now without swapping, within the limits of a container if this is
+/// one; zeros where the system does not tell.
+pub fn memory() -> (u64, u64) {
+    let Ok(mut system) = sysinfo::System::new() else { return (0, 0) };
+    system.refresh_memory();
+    let (total, available) = (system.total_memory(), system.available_memory());
+    match system.cgroup_limits() {
+        Some(limits) if limits.total_memory > 0 => (total.min(limits.total_memory), available.min(limits.free_memory)),
+        _ => (total, available),
     }
 }
 
-/// Bytes of memory of the machine, and of those not in use.
-pub fn memory() -> (u64, u64) {
-    let system = sysinfo::System::new_with_specifics(
-        sysinfo::RefreshKind::nothing().with_memory(sysinfo::MemoryRefreshKind::everything()),
-    );
-    system.map_or((0, 0), |system| (system.total_memory(), system.available_memory()))
-}
-
-/// The most memory this process has held so far, in bytes.
+/// The most memory that this process has held so far, in bytes; 0 where the system does not tell.
 pub fn peak_memory() -> u64 {
+    use nix::sys::resource::{UsageWho, getrusage};
+    let peak = getrusage(UsageWho::RUSAGE_SELF).map_or(0, |usage| usage.max_rss());
+    // Linux counts kibibytes, macOS bytes.
     let unit = if cfg!(target_os = "macos") { 1 } else { 1024 };
-    let usage = nix::sys::resource::getrusage(nix::sys::resource::UsageWho::RUSAGE_SELF);
-    usage.map_or(0, |usage| usage.max_rss() as u64 * unit)
+    u64::try_from(peak).unwrap_or(0) * unit
 }
 
-/// Threads to compute with when none are asked for.
-pub fn threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+/// The kinds of device that there are names for; a build has some of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Cpu,
+}
+
+/// What a run computes on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    pub kind: Kind,
+    /// Why, as a sentence for the user.
+    pub reason: String,
+}
+
+/// The device of that name (`auto`, `cpu`, `cuda`, `metal`), or an error if this build does not have it.
+pub fn choose(name: &str) -> Result<Choice> {
+    match name {
+        "cpu" => Ok(Choice { kind: Kind::Cpu, reason: "asked for".into() }),
+        "auto" => Ok(Choice { kind: Kind::Cpu, reason: "the only device of this build".into() }),
+        "cuda" | "metal" => Err(Error::usage(format!("this build has no `{name}` device"))
+            .with_hint("leave --device out, or use --device cpu")),
+        _ => {
+            let near = nearest(name, ["auto", "cpu", "cuda", "metal"]);
+            let hint = near.unwrap_or_else(|| "one of: auto, cpu".into());
+            Err(Error::usage(format!("unknown device `{name}`")).with_hint(hint))
+        }
+    }
+}
+
+/// How many threads a run uses: as many as asked for, or the cores that the system gives this process.
+pub fn threads(asked: Option<usize>) -> Result<usize> {
+    const MOST: usize = 1024;
+    match asked {
+        Some(n) if n == 0 || n > MOST => {
+            Err(Error::usage(format!("--threads {n}"))
+                .with_hint(format!("use 1 to {MOST}, or leave it out for all cores")))
+        }
+        Some(n) => Ok(n),
+        None => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_in_bytes() {
+        let (total, available) = memory();
+        assert!(total > 64 << 20, "{total}");
+        assert!(available <= total);
+    }
+
+    #[test]
+    fn peak_memory_sees_what_was_touched() {
+        let before = peak_memory();
+        assert!(before > 1 << 20, "a test binary holds more than a mebibyte, not {before} bytes");
+        let touched = std::hint::black_box(vec![1u8; 256 << 20]);
+        assert!(peak_memory() >= 256 << 20, "{} bytes", peak_memory());
+        drop(touched);
+    }
+
+    #[test]
+    fn devices_that_this_build_lacks_are_told_apart_from_typing_errors() {
+        assert_eq!(choose("auto").unwrap().kind, Kind::Cpu);
+        assert_eq!(choose("cpu").unwrap().reason, "asked for");
+        assert!(choose("cuda").unwrap_err().to_string().contains("no `cuda`"));
+        assert!(choose("cpuu").unwrap_err().hint().unwrap().contains("`cpu`"));
+    }
+
+    #[test]
+    fn threads_are_all_cores_unless_asked() {
+        assert!(threads(None).unwrap() >= 1);
+        assert_eq!(threads(Some(3)).unwrap(), 3);
+        assert_eq!(threads(Some(0)).unwrap_err().exit_code(), 2);
+        assert_eq!(threads(Some(1 << 20)).unwrap_err().exit_code(), 2);
+    }
 }

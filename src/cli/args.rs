@@ -91,7 +91,7 @@ pub struct SampleArgs {
     /// A model folder; the newest run if not given
     pub checkpoint: Option<PathBuf>,
     /// Text to continue; @FILE reads a file, - reads standard input
-    #[arg(long, short, value_name = "TEXT", default_value = "")]
+    #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
     pub prompt: String,
     /// Most tokens to generate
     #[arg(long, short = 'n', value_name = "N", default_value_t = 400)]
@@ -118,7 +118,7 @@ pub struct SampleArgs {
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     pub seed: u64,
     /// Stop before this text; may be given several times
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub stop: Vec<String>,
     /// Last tokens kept in the cache; the model's context if not given
     #[arg(long, value_name = "W")]
@@ -154,7 +154,13 @@ pub struct ScoreArgs {
     /// A model folder; the newest run if not given
     pub checkpoint: Option<PathBuf>,
     /// The text itself
-    #[arg(long, value_name = "TEXT", required_unless_present = "file", conflicts_with = "file")]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        required_unless_present = "file",
+        conflicts_with = "file",
+        allow_hyphen_values = true
+    )]
     pub text: Option<String>,
     /// A file with the text; - is standard input
     #[arg(long, value_name = "FILE")]

@@ -2,12 +2,15 @@
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
+use crate::error::{Error, Result};
+use crate::preset::{BUILT_IN, Preset};
+
 /// (flag, preset key, help).
 pub const FLAGS: &[(&str, &str, &str)] = &[
     ("data", "data.source", "Data to train on: stories (built in), a file, or a folder of text files"),
     ("validation", "data.validation", "Share of the data held out for validation"),
     ("data-bytes", "data.bytes", "stories: bytes of training text"),
-    ("allow-binary", "data.allow_binary", "Train on files that are not text, too (true or false)"),
+    ("allow-binary", "data.allow_binary", "Train on files that are not text, too"),
     ("tokenizer", "tokenizer.file", "A tokenizer.json, or bytes"),
     ("steps", "train.steps", "Length of the run in optimizer steps"),
     ("epochs", "train.epochs", "Length of the run in passes over the data"),
@@ -41,7 +44,7 @@ pub const FLAGS: &[(&str, &str, &str)] = &[
     ("model-type", "model.model_type", "qwen3, llama or mistral"),
     ("rms-norm-eps", "model.rms_norm_eps", "Added to the mean square in norms"),
     ("rope-theta", "model.rope_theta", "Base of the rotary frequencies"),
-    ("tie-word-embeddings", "model.tie_word_embeddings", "Use the token table as output head (true or false)"),
+    ("tie-word-embeddings", "model.tie_word_embeddings", "Use the token table as output head"),
     ("dropout", "model.dropout", "Share of activations dropped in training"),
     ("dtype", "train.dtype", "auto or f32"),
     ("seed", "train.seed", "Seed of weights, data order and dropout"),
@@ -50,28 +53,85 @@ pub const FLAGS: &[(&str, &str, &str)] = &[
     ("eval-tokens", "train.eval_tokens", "Held-out tokens of a validation during the run; 0 takes all"),
     ("keep", "train.keep", "Saved states kept"),
     ("patience", "train.patience", "Validations without a better one after which the run stops; 0 never"),
-    ("recompute", "train.recompute", "Save memory: compute blocks again in the backward pass (true or false)"),
+    ("recompute", "train.recompute", "Save memory: compute blocks again in the backward pass"),
 ];
 
-/// Preset keys set on the command line.
+/// The flags whose keys are true or false.
+const SWITCHES: [&str; 3] = ["allow-binary", "tie-word-embeddings", "recompute"];
+
+/// What was typed for preset keys, not looked at yet.
 #[derive(Clone, Debug, Default)]
 pub struct PresetFlags {
-    pub given: Vec<(String, String)>,
+    flags: Vec<Given>,
+    set: Vec<String>,
+}
+
+/// One setting as it was typed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Given {
+    /// The flag, for messages: `--lr`, `--set`.
+    flag: String,
+    key: String,
+    value: String,
+}
+
+impl PresetFlags {
+    /// (key, value) of all settings, if every one is of a known key, of its type, and given once.
+    pub fn checked(&self) -> Result<Vec<(String, String)>> {
+        checked(&[self.flags.clone(), pairs(&self.set)?].concat())
+    }
+}
+
+/// The settings of `--set KEY=VALUE`.
+pub fn pairs(set: &[String]) -> Result<Vec<Given>> {
+    let pair = |text: &String| match text.split_once('=') {
+        Some((key, value)) => {
+            Ok(Given { flag: "--set".into(), key: key.trim().to_owned(), value: value.trim().to_owned() })
+        }
+        None => Err(Error::usage(format!("--set {text}: expected KEY=VALUE"))
+            .with_hint("such as --set model.rope_theta=50000; `gpt presets tiny` shows every key")),
+    };
+    set.iter().map(pair).collect()
+}
+
+/// Holds settings against the keys and types that presets have; what they mean together is the recipe's to say.
+pub fn checked(given: &[Given]) -> Result<Vec<(String, String)>> {
+    let mut any = Preset::load(BUILT_IN[0].0)?;
+    let mut pairs: Vec<(String, String)> = Vec::new();
+    for Given { flag, key, value } in given {
+        any.set(key, value).map_err(|e| {
+            let hint = e.hint().unwrap_or_default();
+            Error::usage(format!("{flag}: {e}")).with_hint(hint)
+        })?;
+        if pairs.iter().any(|(k, _)| k == key) {
+            return Err(
+                Error::usage(format!("{key} is given twice")).with_hint("give it once, by its flag or by --set")
+            );
+        }
+        pairs.push((key.clone(), value.clone()));
+    }
+    Ok(pairs)
+}
+
+/// Under which heading `--help` lists a key's flag.
+fn heading(key: &str) -> &'static str {
+    match key.split('.').next() {
+        Some("model") => "Model",
+        Some("data" | "tokenizer") => "Data",
+        Some("optimizer") => "Optimizer",
+        Some("schedule") => "Learning rate",
+        _ => "Run",
+    }
 }
 
 impl FromArgMatches for PresetFlags {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let flag = |(flag, key, _): &(&str, &str, &str)| {
-            matches.get_one::<String>(flag).map(|value| ((*key).to_owned(), value.clone()))
+        let typed = |(flag, key, _): &(&str, &str, &str)| {
+            let value = matches.get_one::<String>(flag)?.clone();
+            Some(Given { flag: format!("--{flag}"), key: (*key).to_owned(), value })
         };
-        let mut given: Vec<(String, String)> = FLAGS.iter().filter_map(flag).collect();
-        for pair in matches.get_many::<String>("set").into_iter().flatten() {
-            let (key, value) = pair.split_once('=').ok_or_else(|| {
-                clap::Error::raw(clap::error::ErrorKind::ValueValidation, format!("--set {pair}: expected KEY=VALUE\n"))
-            })?;
-            given.push((key.trim().to_owned(), value.trim().to_owned()));
-        }
-        Ok(Self { given })
+        let set = matches.get_many::<String>("set").into_iter().flatten().cloned().collect();
+        Ok(Self { flags: FLAGS.iter().filter_map(typed).collect(), set })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -83,11 +143,14 @@ impl FromArgMatches for PresetFlags {
 impl Args for PresetFlags {
     fn augment_args(command: Command) -> Command {
         let command = FLAGS.iter().fold(command, |command, (flag, key, help)| {
-            let arg = Arg::new(*flag).long(*flag).value_name(key.rsplit('.').next().unwrap_or(key));
-            command.arg(arg.help(*help).allow_negative_numbers(true).help_heading("Settings of the preset"))
+            let name = key.rsplit('.').next().unwrap_or(key);
+            let arg = Arg::new(*flag).long(*flag).value_name(name).help(*help).help_heading(heading(key));
+            let arg = arg.allow_negative_numbers(true);
+            // A switch may stand alone: `--recompute` is `--recompute true`.
+            command.arg(if SWITCHES.contains(flag) { arg.num_args(0..=1).default_missing_value("true") } else { arg })
         });
         let set = Arg::new("set").long("set").value_name("KEY=VALUE").action(ArgAction::Append);
-        command.arg(set.help("Any preset key, such as model.rope_theta=50000").help_heading("Settings of the preset"))
+        command.arg(set.help("Any preset key, such as model.rope_theta=50000").help_heading("Run"))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -106,5 +169,45 @@ mod tests {
         let flags: BTreeSet<String> = FLAGS.iter().map(|(_, key, _)| (*key).to_owned()).collect();
         assert_eq!(keys, flags);
         assert_eq!(flags.len(), FLAGS.len());
+    }
+
+    #[test]
+    fn switches_are_the_flags_of_true_or_false() {
+        let preset = Preset::load("tiny").unwrap();
+        for (flag, key, _) in FLAGS {
+            assert_eq!(preset.get(key).unwrap().is_bool(), SWITCHES.contains(flag), "{flag}");
+        }
+    }
+
+    fn typed(line: &str) -> Result<Vec<(String, String)>> {
+        let command = PresetFlags::augment_args(Command::new("x"));
+        let matches = command.try_get_matches_from(line.split(' ')).unwrap();
+        PresetFlags::from_arg_matches(&matches).unwrap().checked()
+    }
+
+    #[test]
+    fn flags_and_set_become_keys() {
+        let pairs = typed("x --lr 1e-3 --recompute --set model.rope_theta=5e4").unwrap();
+        let pairs: Vec<_> = pairs.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+        let expected = [("optimizer.learning_rate", "1e-3"), ("train.recompute", "true"), ("model.rope_theta", "5e4")];
+        assert_eq!(pairs, expected);
+    }
+
+    #[test]
+    fn wrong_values_name_the_flag() {
+        for (line, part) in [
+            ("x --batch many", "--batch: train.batch: `many` is not a whole number"),
+            ("x --batch -1", "--batch: train.batch: `-1` is not"),
+            ("x --recompute maybe", "true or false"),
+            ("x --set model.hiden_size=1", "--set: unknown key `model.hiden_size`"),
+            ("x --set lr", "expected KEY=VALUE"),
+            ("x --lr 1 --set optimizer.learning_rate=2", "given twice"),
+            ("x --set train.seed=1 --set train.seed=1", "given twice"),
+        ] {
+            let error = typed(line).unwrap_err();
+            assert!(error.to_string().contains(part), "{line}: {error}");
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.hint().is_some_and(|h| !h.is_empty()), "{line}");
+        }
     }
 }

@@ -1,69 +1,81 @@
-//! What people see: progress, notes and warnings on stderr, text and tables on stdout.
+//! What people see while a command runs: progress, notes and warnings on stderr; and the two ways to write, `out` and `err`.
 
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use super::show::{duration, rate};
 use crate::recipes::report::{Event, Progress, Report};
 
 /// Shows events as they come: a bar where there is a terminal, a plain line every so often where there is none.
 pub struct Terminal {
     bar: Option<ProgressBar>,
     on_terminal: bool,
-    last_line: Instant,
+    /// When the last plain line was written; none yet.
+    last_line: Option<Instant>,
     last_validation: Option<f64>,
-    /// Whether streamed text goes to stdout; with --json it is in the document instead.
-    stream: bool,
+    stream: Stream,
+}
+
+/// Where made text goes.
+enum Stream {
+    /// Nowhere: with --json it is in the document.
+    Off,
+    /// To stdout, once there is some; this text, which it continues, comes first.
+    After(String),
+    Begun,
 }
 
 /// Time between plain lines.
 const EVERY: Duration = Duration::from_secs(10);
 
 impl Terminal {
-    pub fn new(stream: bool) -> Self {
-        let long_ago = Instant::now().checked_sub(EVERY).unwrap_or_else(Instant::now);
-        let on_terminal = std::io::stderr().is_terminal();
-        Self { bar: None, on_terminal, last_line: long_ago, last_validation: None, stream }
+    pub fn new() -> Self {
+        let on_terminal = std::io::stderr().is_terminal() && !dumb();
+        Self { bar: None, on_terminal, last_line: None, last_validation: None, stream: Stream::Off }
+    }
+
+    /// A terminal whose stdout gets `prompt` and then the text made from it.
+    pub fn streaming(prompt: &str) -> Self {
+        Self { stream: Stream::After(prompt.to_owned()), ..Self::new() }
+    }
+
+    fn text(&mut self, text: &str) {
+        match std::mem::replace(&mut self.stream, Stream::Begun) {
+            Stream::Off => self.stream = Stream::Off,
+            Stream::After(prompt) => out(&(prompt + text)),
+            Stream::Begun => out(text),
+        }
     }
 
     /// A line above the bar, or just a line.
     fn line(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.println(text),
-            None => eprintln!("{text}"),
+            None => err(text),
         }
     }
 
     fn step(&mut self, p: Progress) {
         self.last_validation = p.val_loss.or(self.last_validation);
-        let validation = self.last_validation.map_or(String::new(), |v| format!(" val {v:.4}"));
-        let text = format!(
-            "loss {:.4}{validation} lr {:.1e} {:.0} tok/s {} left{}",
-            p.loss,
-            p.learning_rate,
-            p.tokens_per_second,
-            duration(p.seconds_left),
-            if p.skipped { " (skipped)" } else { "" },
-        );
+        let text = fields(&p, self.last_validation);
         if self.on_terminal {
-            let bar = self.bar.get_or_insert_with(|| {
-                let bar = ProgressBar::with_draw_target(Some(p.steps), ProgressDrawTarget::stderr_with_hz(8));
-                // wide_msg cuts the message to what the line has room for, so the bar never takes two.
-                let style = ProgressStyle::with_template("{pos}/{len} [{bar:16}] {wide_msg}");
-                bar.set_style(style.expect("the template is constant").progress_chars("=> "));
-                bar
-            });
+            let bar = self.bar.get_or_insert_with(|| bar(p.steps));
             bar.set_message(text);
             bar.set_position(p.step);
-        } else if p.val_loss.is_some() || p.skipped || p.step == p.steps || self.last_line.elapsed() >= EVERY {
-            self.last_line = Instant::now();
-            eprintln!("step {}/{} {text}", p.step, p.steps);
+            return;
+        }
+        let due = self.last_line.is_none_or(|at| at.elapsed() >= EVERY);
+        if due || p.val_loss.is_some() || p.skipped || p.step == p.steps {
+            self.last_line = Some(Instant::now());
+            err(&format!("step {}/{} {text}", p.step, p.steps));
         }
     }
 
-    /// Leaves the bar as it stands, for what is printed next.
+    /// Leaves the bar as it stands and ends the line of streamed text, for what is printed next.
     pub fn finish(&mut self) {
+        self.text("\n");
         if let Some(bar) = self.bar.take() {
             bar.abandon();
         }
@@ -74,51 +86,84 @@ impl Report for Terminal {
     fn event(&mut self, event: Event) {
         match event {
             Event::Note(text) => self.line(&text),
-            Event::Warning(text) => self.line(&format!("warning: {text}")),
+            Event::Warning(text) => self.line(&format!("{} {text}", paint("33;1", "warning:"))),
             Event::Step(progress) => self.step(progress),
             Event::Saved(_) => {}
-            Event::Text(text) if self.stream => out(&text),
-            Event::Text(_) => {}
+            Event::Text(text) => self.text(&text),
         }
     }
 }
 
-/// Writes to stdout and shows it at once. Whoever closed the pipe has seen enough: that ends the program quietly.
+/// One line at any width: `wide_msg` cuts the fields at the terminal's edge, so the least important ones come last.
+fn bar(steps: u64) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr_with_hz(8));
+    let style = ProgressStyle::with_template("{pos}/{len} {bar:10} {wide_msg}").expect("the template is constant");
+    bar.set_style(style.progress_chars("█▌░"));
+    bar
+}
+
+/// Loss, validation loss, time left, speed, learning rate: all of them fit beside five-digit steps in 80 columns.
+fn fields(p: &Progress, validation: Option<f64>) -> String {
+    let validation = validation.map_or(String::new(), |v| format!(" val {v:.4}"));
+    format!(
+        "loss {:.4}{validation} {} left {} tok/s lr {:.1e}{}",
+        p.loss,
+        duration(p.seconds_left),
+        rate(p.tokens_per_second),
+        p.learning_rate,
+        if p.skipped { " skipped" } else { "" },
+    )
+}
+
+/// Writes to stdout and shows it at once. A reader that left has seen enough: that ends the program quietly. Any other
+/// failure (a full disk behind a redirection) ends it with an error.
 pub fn out(text: &str) {
     let mut stdout = std::io::stdout().lock();
-    if stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).is_err() {
-        std::process::exit(0);
+    if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        if error.kind() == ErrorKind::BrokenPipe {
+            std::process::exit(0);
+        }
+        err(&format!("{} writing to standard output: {error}", paint("31;1", "error:")));
+        std::process::exit(1);
     }
 }
 
-/// "1h02m", "3m20s", "45s".
-pub fn duration(seconds: f64) -> String {
-    let s = if seconds.is_finite() { seconds.max(0.0).round() as u64 } else { 0 };
-    match s {
-        0..60 => format!("{s}s"),
-        60..3600 => format!("{}m{:02}s", s / 60, s % 60),
-        _ => format!("{}h{:02}m", s / 3600, s / 60 % 60),
-    }
+/// Writes a line to stderr. If that is closed there is nobody left to tell.
+pub fn err(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// "12.3 MB".
-pub fn bytes(n: u64) -> String {
-    let n = n as f64;
-    match n {
-        1e9.. => format!("{:.1} GB", n / 1e9),
-        1e6.. => format!("{:.1} MB", n / 1e6),
-        1e3.. => format!("{:.1} kB", n / 1e3),
-        _ => format!("{n} bytes"),
+/// Colours a word for stderr, if that is a terminal and nobody objects (no-color.org).
+pub fn paint(code: &str, word: &str) -> String {
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    if plain || dumb() || !std::io::stderr().is_terminal() {
+        return word.to_owned();
     }
+    format!("\x1b[{code}m{word}\x1b[0m")
 }
 
-/// "10.7 M".
-pub fn count(n: usize) -> String {
-    let n = n as f64;
-    match n {
-        1e9.. => format!("{:.2} G", n / 1e9),
-        1e6.. => format!("{:.2} M", n / 1e6),
-        1e3.. => format!("{:.1} k", n / 1e3),
-        _ => format!("{n}"),
+fn dumb() -> bool {
+    std::env::var_os("TERM").is_some_and(|term| term == "dumb")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_field_fits_beside_five_digit_steps_in_80_columns() {
+        let progress = Progress {
+            step: 10_000,
+            steps: 20_000,
+            loss: 10.1234,
+            val_loss: None,
+            learning_rate: 5.7e-4,
+            skipped: false,
+            tokens_per_second: 25_432.1,
+            seconds_left: 12_345.0,
+        };
+        let text = fields(&progress, Some(1.23456));
+        assert_eq!(text, "loss 10.1234 val 1.2346 3h25m left 25.4k tok/s lr 5.7e-4");
+        assert!("10000/20000 ██████████ ".chars().count() + text.len() <= 80);
     }
 }

@@ -121,7 +121,7 @@ pub fn resolve(
 fn preset(config: &TrainConfig, step: Option<&StepFolder>, report: &mut dyn Report) -> Result<Preset> {
     let Some(step) = step else {
         let mut preset = Preset::load(config.preset.as_deref().unwrap_or("tiny"))?;
-        apply(&mut preset, &config.given)?;
+        apply(&mut preset, &config.given, report)?;
         return Ok(preset);
     };
     let text = step.read(PRESET)?;
@@ -134,7 +134,7 @@ fn preset(config: &TrainConfig, step: Option<&StepFolder>, report: &mut dyn Repo
             return Err(Error::usage(what).with_hint("leave --preset out to go on, or start another run with --out"));
         }
     }
-    apply(&mut preset, &config.given)?;
+    apply(&mut preset, &config.given, report)?;
     for (key, _) in &config.given {
         let (before, after) = (saved.get(key), preset.get(key));
         let (Some(before), Some(after)) = (before, after) else { continue };
@@ -150,12 +150,10 @@ fn preset(config: &TrainConfig, step: Option<&StepFolder>, report: &mut dyn Repo
     Ok(preset)
 }
 
-/// Sets the keys given by flags. A horizon given in one unit takes the place of the preset's in another.
-fn apply(preset: &mut Preset, given: &[(String, String)]) -> Result<()> {
-    if given.iter().any(|(key, _)| ["train.steps", "train.epochs", "train.tokens"].contains(&key.as_str())) {
-        (preset.train.steps, preset.train.epochs, preset.train.tokens) = (0, 0.0, 0);
-    }
-    given.iter().try_for_each(|(key, value)| preset.set(key, value))
+/// Sets the keys given by flags, and tells what followed from them.
+fn apply(preset: &mut Preset, given: &[(String, String)], report: &mut dyn Report) -> Result<()> {
+    preset.apply(given)?.into_iter().for_each(|note| report.event(Event::Note(note)));
+    Ok(())
 }
 
 fn tokenizer(preset: &Preset) -> Result<Tokenizer> {
@@ -259,7 +257,7 @@ pub fn dry_run(config: &TrainConfig, report: &mut dyn Report) -> Result<DryRun> 
         state_bytes,
         activation_bytes,
         available_bytes,
-        fits: state_bytes + activation_bytes <= available_bytes,
+        fits: available_bytes == 0 || state_bytes + activation_bytes <= available_bytes,
         flops_per_token: resolved.config.training_flops_per_token(resolved.context),
     })
 }

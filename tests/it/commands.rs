@@ -138,7 +138,7 @@ fn every_optimizer_schedule_and_shape_trains() {
         &["--optimizer", "muon", "--schedule", "wsd", "--ema", "0.9"],
         &["--model-type", "llama", "--tie-word-embeddings", "false", "--schedule", "constant"],
         &["--model-type", "mistral", "--window", "4"],
-        &["--window", "4", "--full-attention-every", "2", "--recompute", "true", "--dropout", "0.1"],
+        &["--window", "4", "--full-attention-every", "2", "--recompute", "--dropout", "0.1"],
         &["--patience", "1", "--lr", "1e-8", "--eval-tokens", "0"],
         &["--validation", "0"],
     ]

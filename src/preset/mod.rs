@@ -1,7 +1,12 @@
 //! Everything that defines a run, as one TOML: model, tokenizer, data, optimizer, schedule, batch.
 //!
-//! A preset file is complete; flags override it key by key; the resolved one is saved in the run. Unknown keys are errors with
-//! the nearest name. Called by the recipes and by cli, which makes a flag of every key.
+//! A preset file is complete; flags override it key by key (`keys.rs`); the resolved one is saved in the run and reads back
+//! to the same. Unknown keys are errors with the nearest name. Called by the recipes and by cli, which makes a flag of
+//! every key.
+
+mod keys;
+
+pub use keys::keys;
 
 use std::path::Path;
 
@@ -39,9 +44,11 @@ pub struct Model {
     pub sliding_window: usize,
     /// With a window: every so many layers one is full; 0 for none.
     pub full_attention_every: usize,
+    #[serde(serialize_with = "keys::shortest")]
     pub rms_norm_eps: f32,
     pub rope_theta: f64,
     pub tie_word_embeddings: bool,
+    #[serde(serialize_with = "keys::shortest")]
     pub dropout: f32,
 }
 
@@ -71,17 +78,25 @@ pub struct Optimizer {
     /// adamw, or muon for the matrices inside the blocks and adamw for the rest.
     pub kind: String,
     pub learning_rate: f64,
+    #[serde(serialize_with = "keys::shortest")]
     pub beta1: f32,
+    #[serde(serialize_with = "keys::shortest")]
     pub beta2: f32,
+    #[serde(serialize_with = "keys::shortest")]
     pub epsilon: f32,
+    #[serde(serialize_with = "keys::shortest")]
     pub weight_decay: f32,
     /// Muon's.
+    #[serde(serialize_with = "keys::shortest")]
     pub momentum: f32,
     /// Highest global gradient norm; 0 does not clip.
+    #[serde(serialize_with = "keys::shortest")]
     pub clip: f32,
     /// Decay of averaged weights, which validation and export then use; 0 keeps none.
+    #[serde(serialize_with = "keys::shortest")]
     pub ema: f32,
     /// Standard deviations at which a spiking step is skipped; 0 skips only what is not finite.
+    #[serde(serialize_with = "keys::shortest")]
     pub spike_threshold: f32,
 }
 
@@ -127,93 +142,42 @@ pub struct Train {
 
 /// The presets that are built in, by name.
 pub const BUILT_IN: [(&str, &str); 8] = [
-    ("tiny", include_str!("../presets/tiny.toml")),
-    ("small", include_str!("../presets/small.toml")),
-    ("medium", include_str!("../presets/medium.toml")),
-    ("large", include_str!("../presets/large.toml")),
-    ("huge", include_str!("../presets/huge.toml")),
-    ("mega", include_str!("../presets/mega.toml")),
-    ("behemoth", include_str!("../presets/behemoth.toml")),
-    ("shakespeare", include_str!("../presets/shakespeare.toml")),
+    ("tiny", include_str!("../../presets/tiny.toml")),
+    ("small", include_str!("../../presets/small.toml")),
+    ("medium", include_str!("../../presets/medium.toml")),
+    ("large", include_str!("../../presets/large.toml")),
+    ("huge", include_str!("../../presets/huge.toml")),
+    ("mega", include_str!("../../presets/mega.toml")),
+    ("behemoth", include_str!("../../presets/behemoth.toml")),
+    ("shakespeare", include_str!("../../presets/shakespeare.toml")),
 ];
 
+/// The resolved preset's name in the folder of a run.
+pub const SAVED: &str = "preset.toml";
+
 impl Preset {
-    /// A built-in preset, or the TOML file of that path.
+    /// A built-in preset, the TOML file of that path, or the one saved in the folder of a run.
     pub fn load(name: &str) -> Result<Self> {
         if let Some((_, text)) = BUILT_IN.iter().find(|(n, _)| *n == name) {
             return Self::parse(text, Path::new(name));
         }
-        let path = Path::new(name);
-        if !name.ends_with(".toml") {
+        let mut path = Path::new(name).to_owned();
+        if path.is_dir() && path.join(SAVED).is_file() {
+            path = path.join(SAVED);
+        } else if !name.ends_with(".toml") {
             let names = BUILT_IN.map(|(n, _)| n);
             let hint = nearest(name, names).unwrap_or_else(|| format!("one of: {}; or a .toml file", names.join(", ")));
             return Err(Error::usage(format!("unknown preset `{name}`")).with_hint(hint));
         }
-        let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
-        Self::parse(&text, path)
-    }
-
-    /// Reads a complete preset; `place` names it in errors.
-    pub fn parse(text: &str, place: &Path) -> Result<Self> {
-        toml::from_str(text).map_err(|e| {
-            let unknown = e.message().split('`').nth(1).filter(|_| e.message().starts_with("unknown field"));
-            let hint = unknown.and_then(|key| nearest(key, keys().iter().map(String::as_str)));
-            let what = format!("{}: {}", place.display(), e.to_string().trim_end());
-            Error::usage(what).with_hint(hint.unwrap_or_else(|| "compare with the files in presets/".into()))
-        })
-    }
-
-    /// The preset as TOML that `parse` reads back to the same.
-    pub fn to_toml(&self) -> String {
-        toml::to_string(self).expect("plain tables of numbers and strings always have a TOML form")
-    }
-
-    /// Sets one key ("model.hidden_size") from text, as `--set` and the flags do.
-    pub fn set(&mut self, key: &str, value: &str) -> Result<()> {
-        let mut table = self.table();
-        let unknown = || {
-            let hint = nearest(key, keys().iter().map(String::as_str));
-            let hint = hint.unwrap_or_else(|| "`gpt presets tiny` shows every key".into());
-            Error::usage(format!("unknown key `{key}`")).with_hint(hint)
-        };
-        let (section, name) = key.split_once('.').ok_or_else(unknown)?;
-        let slot =
-            table.get_mut(section).and_then(|t| t.as_table_mut()).and_then(|t| t.get_mut(name)).ok_or_else(unknown)?;
-        let bad = |expected: &str| {
-            Error::usage(format!("{key}: `{value}` is not {expected}"))
-                .with_hint(format!("it is `{slot_now}` now", slot_now = show(&self.get(key))))
-        };
-        *slot = match slot {
-            toml::Value::Integer(_) => toml::Value::Integer(whole(value).ok_or_else(|| bad("a whole number"))?),
-            toml::Value::Float(_) => {
-                let number: f64 = value.parse().map_err(|_| bad("a number"))?;
-                toml::Value::Float(Some(number).filter(|n| n.is_finite()).ok_or_else(|| bad("a finite number"))?)
-            }
-            toml::Value::Boolean(_) => toml::Value::Boolean(value.parse().map_err(|_| bad("true or false"))?),
-            _ => toml::Value::String(value.to_owned()),
-        };
-        *self = table.try_into().map_err(|e: toml::de::Error| Error::usage(format!("{key}: {}", e.message())))?;
-        Ok(())
-    }
-
-    /// The value of a key, if there is such a key.
-    pub fn get(&self, key: &str) -> Option<toml::Value> {
-        let (section, name) = key.split_once('.')?;
-        self.table().get(section)?.as_table()?.get(name).cloned()
-    }
-
-    fn table(&self) -> toml::Table {
-        toml::Table::try_from(self).expect("plain structs always have a TOML form")
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
+        Self::parse(&text, &path)
     }
 
     /// The model's config for a vocabulary.
     pub fn gpt_config(&self, vocab_size: usize) -> Result<GptConfig> {
         let m = &self.model;
-        let names = ModelType::ALL.map(ModelType::name);
-        let model_type = ModelType::ALL.into_iter().find(|t| t.name() == m.model_type).ok_or_else(|| {
-            Error::usage(format!("model.model_type `{}`", m.model_type))
-                .with_hint(format!("one of: {}", names.join(", ")))
-        })?;
+        one_of("model.model_type", &m.model_type, &ModelType::ALL.map(ModelType::name))?;
+        let model_type = ModelType::ALL.into_iter().find(|t| t.name() == m.model_type).expect("it is one of them");
         let full = |layer: usize| m.full_attention_every > 0 && (layer + 1).is_multiple_of(m.full_attention_every);
         let window = |layer: usize| (m.sliding_window > 0 && !full(layer)).then_some(m.sliding_window);
         let config = GptConfig {
@@ -258,74 +222,94 @@ impl Preset {
         m.tie_word_embeddings = config.tie_word_embeddings;
     }
 
-    /// Refuses numbers that no run can have.
+    /// Refuses numbers that no run can have, naming the key and what it may be.
     pub fn validate(&self) -> Result<()> {
-        let t = &self.train;
-        let zero = [
-            ("train.batch", t.batch as u64),
-            ("train.accumulate", t.accumulate as u64),
-            ("train.eval_every", t.eval_every),
-            ("train.save_every", t.save_every),
-            ("train.keep", t.keep as u64),
-        ];
-        if let Some((key, _)) = zero.iter().find(|(_, value)| *value == 0) {
-            return Err(Error::usage(format!("{key} is 0")).with_hint("use at least 1"));
+        let (m, o, s, t) = (&self.model, &self.optimizer, &self.schedule, &self.train);
+        for (key, value, most) in [
+            ("model.num_hidden_layers", m.num_hidden_layers as u64, 1 << 10),
+            ("model.hidden_size", m.hidden_size as u64, 1 << 16),
+            ("model.intermediate_size", m.intermediate_size as u64, 1 << 18),
+            ("model.num_attention_heads", m.num_attention_heads as u64, 1 << 10),
+            ("model.num_key_value_heads", m.num_key_value_heads as u64, 1 << 10),
+            ("model.head_dim", m.head_dim as u64, 1 << 10),
+            ("model.max_position_embeddings", m.max_position_embeddings as u64, 1 << 20),
+            ("train.batch", t.batch as u64, 1 << 20),
+            ("train.accumulate", t.accumulate as u64, 1 << 20),
+            ("train.eval_every", t.eval_every, u64::MAX),
+            ("train.save_every", t.save_every, u64::MAX),
+            ("train.keep", t.keep as u64, u64::MAX),
+        ] {
+            if value == 0 || value > most {
+                let most = if most == u64::MAX { String::new() } else { format!(" and at most {most}") };
+                return Err(Error::usage(format!("{key} is {value}")).with_hint(format!("it must be at least 1{most}")));
+            }
         }
-        if t.steps == 0 && t.epochs <= 0.0 && t.tokens == 0 {
-            let what = "the run has no length: steps, epochs and tokens are all 0";
-            return Err(Error::usage(what).with_hint("give --steps, --epochs or --tokens"));
-        }
-        let o = &self.optimizer;
-        let shares = [
-            ("model.dropout", f64::from(self.model.dropout)),
+        for (key, value) in [
+            ("model.dropout", f64::from(m.dropout)),
+            ("data.validation", self.data.validation),
             ("optimizer.beta1", f64::from(o.beta1)),
             ("optimizer.beta2", f64::from(o.beta2)),
             ("optimizer.momentum", f64::from(o.momentum)),
             ("optimizer.ema", f64::from(o.ema)),
-            ("data.validation", self.data.validation),
-        ];
-        if let Some((key, value)) = shares.iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
-            return Err(Error::usage(format!("{key} is {value}")).with_hint("it must be at least 0 and below 1"));
+        ] {
+            check(key, value, (0.0..1.0).contains(&value), "at least 0 and below 1")?;
         }
-        if o.learning_rate <= 0.0 || o.epsilon <= 0.0 {
-            return Err(Error::usage("optimizer.learning_rate and optimizer.epsilon must be above 0"));
+        for (key, value) in [
+            ("optimizer.learning_rate", o.learning_rate),
+            ("optimizer.epsilon", f64::from(o.epsilon)),
+            ("model.rms_norm_eps", f64::from(m.rms_norm_eps)),
+            ("model.rope_theta", m.rope_theta),
+        ] {
+            check(key, value, value > 0.0, "above 0")?;
         }
-        if !["auto", "f32"].contains(&t.dtype.as_str()) {
-            let what = format!("dtype `{}` is not available for training in this version", t.dtype);
-            return Err(Error::usage(what).with_hint("use --dtype f32"));
+        for (key, value) in [
+            ("optimizer.weight_decay", f64::from(o.weight_decay)),
+            ("optimizer.clip", f64::from(o.clip)),
+            ("optimizer.spike_threshold", f64::from(o.spike_threshold)),
+            ("train.epochs", t.epochs),
+            ("train.max_epochs", t.max_epochs),
+        ] {
+            check(key, value, value >= 0.0, "at least 0")?;
         }
+        for (key, value) in
+            [("schedule.final_fraction", s.final_fraction), ("schedule.decay_fraction", s.decay_fraction)]
+        {
+            check(key, value, (0.0..=1.0).contains(&value), "from 0 to 1")?;
+        }
+        self.validate_choices()?;
         self.gpt_config(64).map(|_| ())
     }
-}
 
-/// Digits with optional `_` and a k, M or G for a thousand, a million, a milliard.
-fn whole(text: &str) -> Option<i64> {
-    let text = text.replace('_', "");
-    let (digits, factor) = match text.chars().last()? {
-        'k' | 'K' => (&text[..text.len() - 1], 1_000),
-        'M' => (&text[..text.len() - 1], 1_000_000),
-        'G' => (&text[..text.len() - 1], 1_000_000_000),
-        _ => (text.as_str(), 1),
-    };
-    digits.parse::<i64>().ok()?.checked_mul(factor).filter(|n| *n >= 0)
-}
-
-fn show(value: &Option<toml::Value>) -> String {
-    match value {
-        Some(toml::Value::String(text)) => text.clone(),
-        Some(value) => value.to_string(),
-        None => String::new(),
+    /// The keys that name one of a few things.
+    fn validate_choices(&self) -> Result<()> {
+        let t = &self.train;
+        one_of("optimizer.kind", &self.optimizer.kind, &["adamw", "muon"])?;
+        one_of("schedule.kind", &self.schedule.kind, &["cosine", "linear", "wsd", "constant"])?;
+        if t.dtype == "bf16" || t.dtype == "f16" {
+            let what = format!("train.dtype is {}, but this version trains in f32 only", t.dtype);
+            return Err(Error::usage(what).with_hint("use --dtype f32, or auto for the fastest that there is"));
+        }
+        one_of("train.dtype", &t.dtype, &["auto", "f32"])?;
+        if t.steps == 0 && t.epochs == 0.0 && t.tokens == 0 {
+            let what = "the run has no length: steps, epochs and tokens are all 0";
+            return Err(Error::usage(what).with_hint("give --steps, --epochs or --tokens"));
+        }
+        Ok(())
     }
 }
 
-/// Every key, as "section.name".
-pub fn keys() -> Vec<String> {
-    let tiny = Preset::load("tiny").expect("a test parses every built-in preset");
-    let mut keys = Vec::new();
-    for (section, value) in tiny.table() {
-        keys.extend(value.as_table().into_iter().flat_map(|t| t.keys()).map(|name| format!("{section}.{name}")));
+fn check(key: &str, value: f64, good: bool, range: &str) -> Result<()> {
+    let bad = || Err(Error::usage(format!("{key} is {value}")).with_hint(format!("it must be {range}")));
+    if good && value.is_finite() { Ok(()) } else { bad() }
+}
+
+fn one_of(key: &str, value: &str, known: &[&str]) -> Result<()> {
+    if known.contains(&value) {
+        return Ok(());
     }
-    keys
+    let choices = format!("one of: {}", known.join(", "));
+    let hint = nearest(value, known.iter().copied()).map_or(choices.clone(), |near| format!("{near} It is {choices}"));
+    Err(Error::usage(format!("{key} is `{value}`, which is not known")).with_hint(hint))
 }
 
 #[cfg(test)]
@@ -334,12 +318,25 @@ mod tests {
 
     #[test]
     fn every_built_in_preset_is_complete_valid_and_of_the_size_it_says() {
-        // Millions of parameters with the byte vocabulary.
-        let sizes = [0.9, 5.0, 10.7, 27.0, 85.0, 309.0, 735.0, 0.9];
-        for ((name, _), millions) in BUILT_IN.iter().zip(sizes) {
+        // Layers, hidden size, heads, intermediate size, context, and millions of parameters with the byte vocabulary.
+        let table = [
+            ("tiny", [4, 128, 4, 384, 512], 0.9),
+            ("small", [6, 256, 4, 768, 512], 5.0),
+            ("medium", [6, 384, 6, 1024, 512], 10.7),
+            ("large", [8, 512, 8, 1536, 512], 27.0),
+            ("huge", [12, 768, 12, 2048, 1024], 85.0),
+            ("mega", [24, 1024, 16, 2816, 1024], 309.0),
+            ("behemoth", [36, 1280, 20, 3584, 4096], 735.0),
+            ("shakespeare", [4, 128, 4, 384, 64], 0.9),
+        ];
+        assert_eq!(table.len(), BUILT_IN.len());
+        for (name, shape, millions) in table {
             let preset = Preset::load(name).unwrap();
-            assert_eq!(preset.name, *name);
+            assert_eq!(preset.name, name);
             preset.validate().unwrap();
+            let m = &preset.model;
+            let (heads, context) = (m.num_attention_heads, m.max_position_embeddings);
+            assert_eq!([m.num_hidden_layers, m.hidden_size, heads, m.intermediate_size, context], shape, "{name}");
             let found = preset.gpt_config(320).unwrap().parameters() as f64 / 1e6;
             assert!((found / millions - 1.0).abs() < 0.1, "{name} has {found:.2} M parameters, not {millions}");
             assert_eq!(Preset::parse(&preset.to_toml(), Path::new("x")).unwrap(), preset);
@@ -347,35 +344,30 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_set_by_name_and_type() {
-        let mut preset = Preset::load("tiny").unwrap();
-        preset.set("model.hidden_size", "256").unwrap();
-        preset.set("train.tokens", "2M").unwrap();
-        preset.set("optimizer.learning_rate", "1e-3").unwrap();
-        preset.set("data.source", "7").unwrap();
-        assert_eq!((preset.model.hidden_size, preset.train.tokens), (256, 2_000_000));
-        assert_eq!((preset.optimizer.learning_rate, preset.data.source.as_str()), (1e-3, "7"));
-        let said = |e: Error| format!("{e} / {}", e.hint().unwrap_or_default());
-        assert!(said(preset.set("model.hiden_size", "1").unwrap_err()).contains("`model.hidden_size`"));
-        assert!(said(preset.set("train.batch", "many").unwrap_err()).contains("not a whole number"));
-        assert!(said(preset.set("train.batch", "-1").unwrap_err()).contains("not a whole number"));
-        assert!(said(preset.set("model.dropout", "nan").unwrap_err()).contains("finite"));
-        assert!(said(Preset::load("tinny").unwrap_err()).contains("`tiny`"));
-        let text = preset.to_toml().replace("hidden_size = 256", "hidden_sise = 256");
-        assert!(said(Preset::parse(&text, Path::new("a.toml")).unwrap_err()).contains("hidden_size"));
+    fn behemoth_sees_everything_in_every_fourth_layer() {
+        let config = Preset::load("behemoth").unwrap().gpt_config(320).unwrap();
+        assert_eq!(config.windows[..5], [Some(1024), Some(1024), Some(1024), None, Some(1024)]);
+        assert_eq!(config.windows.iter().filter(|w| w.is_none()).count(), 9);
     }
 
     #[test]
-    fn impossible_runs_are_refused() {
+    fn impossible_runs_are_refused_with_their_key_and_a_way_out() {
         for (key, value) in [
             ("train.batch", "0"),
             ("train.steps", "0"),
             ("model.dropout", "1"),
             ("model.num_key_value_heads", "3"),
             ("model.head_dim", "31"),
+            ("model.hidden_size", "1000000000"),
             ("model.model_type", "gpt5"),
+            ("model.rope_theta", "0"),
             ("train.dtype", "f8"),
+            ("train.dtype", "bf16"),
             ("optimizer.beta1", "1.5"),
+            ("optimizer.kind", "adamv"),
+            ("optimizer.weight_decay", "-1"),
+            ("schedule.kind", "cosin"),
+            ("schedule.final_fraction", "2"),
         ] {
             let mut preset = Preset::load("tiny").unwrap();
             preset.train.epochs = 0.0;
@@ -383,6 +375,16 @@ mod tests {
             preset.set(key, value).unwrap();
             let error = preset.validate().unwrap_err();
             assert_eq!(error.exit_code(), 2, "{key}");
+            assert!(error.hint().is_some(), "{key}: {error}");
         }
+    }
+
+    #[test]
+    fn an_unknown_preset_names_the_nearest() {
+        let error = Preset::load("tinny").unwrap_err();
+        assert!(error.hint().unwrap().contains("`tiny`"));
+        assert_eq!(error.exit_code(), 2);
+        assert!(Preset::load("zzz").unwrap_err().hint().unwrap().contains("shakespeare"));
+        assert_eq!(Preset::load("/nowhere/x.toml").unwrap_err().exit_code(), 1);
     }
 }

@@ -1,0 +1,259 @@
+//! Numbers and results in words: what commands print when nobody asked for JSON.
+
+use super::terminal::{err, out};
+use crate::error::Result;
+use crate::preset::{BUILT_IN, Preset};
+use crate::recipes::bench::BenchSummary;
+use crate::recipes::eval::{EvalSummary, ScoreSummary};
+use crate::recipes::info::{DataInfo, Inspection};
+use crate::recipes::plan::DryRun;
+use crate::recipes::sample::SampleSummary;
+use crate::recipes::train::TrainSummary;
+
+/// "1h02m", "3m20s", "45s".
+pub fn duration(seconds: f64) -> String {
+    let s = if seconds.is_finite() { seconds.max(0.0).round() as u64 } else { 0 };
+    match s {
+        0..60 => format!("{s}s"),
+        60..3600 => format!("{}m{:02}s", s / 60, s % 60),
+        3600..86_400 => format!("{}h{:02}m", s / 3600, s / 60 % 60),
+        _ => format!("{}d{:02}h", s / 86_400, s / 3600 % 24),
+    }
+}
+
+/// "950", "25.4k", "1.52M": at most five characters for up to a milliard.
+pub fn rate(per_second: f64) -> String {
+    let n = if per_second.is_finite() { per_second.max(0.0) } else { 0.0 };
+    match n {
+        ..1e3 => format!("{n:.0}"),
+        ..1e5 => format!("{:.1}k", n / 1e3),
+        ..1e6 => format!("{:.0}k", n / 1e3),
+        _ => format!("{:.2}M", n / 1e6),
+    }
+}
+
+/// "12.3 MB".
+pub fn bytes(n: u64) -> String {
+    let x = n as f64;
+    match x {
+        1e9.. => format!("{:.1} GB", x / 1e9),
+        1e6.. => format!("{:.1} MB", x / 1e6),
+        1e3.. => format!("{:.1} kB", x / 1e3),
+        _ if n == 1 => "1 byte".into(),
+        _ => format!("{n} bytes"),
+    }
+}
+
+/// "10.7 M".
+pub fn count(n: usize) -> String {
+    let n = n as f64;
+    match n {
+        1e9.. => format!("{:.2} G", n / 1e9),
+        1e6.. => format!("{:.2} M", n / 1e6),
+        1e3.. => format!("{:.1} k", n / 1e3),
+        _ => format!("{n}"),
+    }
+}
+
+/// How far a loss is above what no model can beat.
+fn above(bits_per_byte: f64, entropy: f64) -> String {
+    format!("{:.1} % above it", 100.0 * (bits_per_byte / entropy - 1.0))
+}
+
+/// What a run would be, and what would not fit.
+pub fn dry_run(plan: &DryRun) {
+    out(&format!(
+        "preset      {}, into {}\nparameters  {}\nsteps       {} of {} tokens, {:.2} passes over {} tokens ({} held out)\n\
+         compute     {:.1} MFLOP a token\nmemory      {} ({} weights and optimizer, {} activations); {} available\n",
+        plan.preset,
+        plan.out.display(),
+        count(plan.parameters),
+        plan.steps,
+        plan.tokens_per_step,
+        plan.epochs,
+        plan.train_tokens,
+        plan.val_tokens,
+        plan.flops_per_token / 1e6,
+        bytes(plan.state_bytes + plan.activation_bytes),
+        bytes(plan.state_bytes),
+        bytes(plan.activation_bytes),
+        bytes(plan.available_bytes),
+    ));
+    if !plan.fits {
+        let ways = "a smaller --batch (with more --accumulate), --recompute, a smaller --context or preset";
+        out(&format!("does not fit: use {ways}\n"));
+    }
+}
+
+/// The end of a run: on stdout, or beside the JSON document on stderr.
+pub fn train(s: &TrainSummary, json: bool) {
+    let text = train_text(s);
+    if json { err(&text) } else { out(&(text + "\n")) }
+}
+
+fn train_text(s: &TrainSummary) -> String {
+    let place = quoted(&s.out.display().to_string());
+    if s.ended == "interrupted" {
+        return format!("stopped at step {}, all saved. Go on with:\n  gpt train --resume --out {place}", s.steps);
+    }
+    let number = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.4}"));
+    let mut text = format!("\n{}\n", s.curve);
+    text += &format!("validation loss  {} nats/token, {} bits/byte", number(s.val_loss), number(s.val_bpb));
+    if s.best_val_loss.is_some() && s.best_val_loss < s.val_loss {
+        text += &format!("; best {}, kept in {place}/best", number(s.best_val_loss));
+    }
+    if let (Some(val), Some(entropy)) = (s.val_bpb, s.entropy_bpb) {
+        let source = s.source_bpb.map_or(String::new(), |b| format!(" ({b:.4} for this held-out text)"));
+        text += &format!("\nentropy of data  {entropy:.4} bits/byte{source}: the model is {}", above(val, entropy));
+    }
+    text += &format!(
+        "\nrun              {} parameters, {} steps, {} tokens at {} tok/s, {} in all, peak memory {}\n",
+        count(s.parameters),
+        s.steps,
+        s.tokens,
+        rate(s.tokens_per_second),
+        duration(s.seconds),
+        bytes(s.peak_memory_bytes)
+    );
+    if let Some(sample) = &s.sample {
+        text += &format!("\na sample:\n  {}\n", sample.trim().replace('\n', "\n  "));
+    }
+    let more = 2 * s.steps;
+    text + &format!(
+        "\nnext:\n  gpt sample {place}\n  gpt eval {place}\n  gpt train --resume --out {place} --steps {more}"
+    )
+}
+
+/// A path as a shell takes it.
+fn quoted(path: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+:,@%".contains(c);
+    if !path.is_empty() && path.chars().all(plain) { path.into() } else { format!("'{}'", path.replace('\'', r"'\''")) }
+}
+
+/// The statistics of a sample, on stderr: the text itself is on stdout.
+pub fn sample(s: &SampleSummary) {
+    err(&format!(
+        "prompt {} tokens in {:.3} s; {} new at {} tok/s; first after {:.3} s; cache {}",
+        s.prompt_tokens,
+        s.prefill_seconds,
+        s.new_tokens,
+        rate(s.tokens_per_second),
+        s.time_to_first_token,
+        bytes(s.cache_bytes as u64)
+    ));
+}
+
+pub fn eval(s: &EvalSummary) {
+    out(&format!(
+        "loss           {:.6} nats/token\nperplexity     {:.4}\nbits per byte  {:.6}\nover           {} tokens, {} bytes of {}\n",
+        s.loss, s.perplexity, s.bits_per_byte, s.tokens, s.bytes, s.data
+    ));
+    if let Some(entropy) = s.entropy_bpb {
+        let source = s.source_bpb.map_or(String::new(), |b| format!(" ({b:.4} for this text)"));
+        let above = above(s.bits_per_byte, entropy);
+        out(&format!("entropy        {entropy:.4} bits per byte{source}: the model is {above}\n"));
+    }
+}
+
+pub fn score(s: &ScoreSummary) {
+    for token in &s.tokens {
+        let logprob = token.logprob.map_or("       -".to_owned(), |l| format!("{l:8.4}"));
+        out(&format!("{:6} {logprob} {:?}\n", token.id, token.text));
+    }
+    out(&s.loss.map_or("no token is predicted\n".to_owned(), |l| format!("loss {l:.6} nats/token\n")));
+}
+
+pub fn data(d: &DataInfo) {
+    out(&format!("{}: {}, {} tokens\n", d.name, bytes(d.bytes), d.tokens));
+    for s in &d.splits {
+        out(&format!("  {:<12}{} in {} documents, {} tokens\n", s.name, bytes(s.bytes), s.documents, s.tokens));
+    }
+    if let (Some(entropy), Some(source), Some([bits, length, longest])) = (d.entropy_bpb, d.source_bpb, d.story) {
+        out(&format!(
+            "entropy {entropy:.6} bits per byte: {bits:.3} bits over {length:.3} bytes a story, computed from the grammar\n\
+             held-out stories: {source:.6} bits per byte, exact; the longest story has at most {longest} bytes with its end\n"
+        ));
+    }
+    out(&format!("begins:\n{}\n", d.beginning));
+}
+
+/// The table of built-in presets.
+pub fn presets(all: &[Preset]) -> Result<()> {
+    out("preset       layers  hidden  heads    ffn  context  batch   steps  parameters (byte vocabulary)\n");
+    for p in all {
+        let m = &p.model;
+        out(&format!(
+            "{:<12} {:>6} {:>7} {:>6} {:>6} {:>8} {:>6} {:>7}  {}\n",
+            p.name,
+            m.num_hidden_layers,
+            m.hidden_size,
+            m.num_attention_heads,
+            m.intermediate_size,
+            m.max_position_embeddings,
+            p.train.batch * p.train.accumulate,
+            p.train.steps,
+            count(p.gpt_config(320)?.parameters())
+        ));
+    }
+    out("\n`gpt presets NAME` prints one as TOML; `gpt train --preset FILE.toml` takes your own.\n");
+    Ok(())
+}
+
+/// A preset as TOML; a built-in one with the comment at its head.
+pub fn preset(preset: &Preset) {
+    let built_in = BUILT_IN.iter().find(|(name, _)| *name == preset.name);
+    match built_in.filter(|(name, _)| Preset::load(name).is_ok_and(|p| p == *preset)) {
+        Some((_, text)) => out(text),
+        None => out(&preset.to_toml()),
+    }
+}
+
+pub fn inspection(i: &Inspection) {
+    out(&format!("{}: {} ({}), {} parameters\n", i.checkpoint.display(), i.model_type, i.kind, count(i.parameters)));
+    for t in &i.tensors {
+        out(&format!("  {:<52} {:<6} {:?}\n", t.name, t.dtype, t.shape));
+    }
+}
+
+pub fn bench(s: &BenchSummary) {
+    out(&format!(
+        "{} {} batch {} context {} {} on {} threads ({}): {:.0} tok/s, {:.2} ms a step, {:.3} TFLOP/s, {:.1} GB/s, peak {}\n",
+        s.mode,
+        s.preset,
+        s.batch,
+        s.context,
+        s.dtype,
+        s.threads,
+        s.kernels,
+        s.tokens_per_second,
+        s.milliseconds_per_step,
+        s.tflops,
+        s.gbytes_per_second,
+        bytes(s.peak_memory_bytes)
+    ));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_read_well_at_every_size() {
+        assert_eq!(
+            [0.4, 59.6, 3599.0, 7380.0, 100_000.0, f64::NAN].map(duration),
+            ["0s", "1m00s", "59m59s", "2h03m", "1d03h", "0s"]
+        );
+        assert_eq!(
+            [0.0, 999.4, 25_432.0, 250_000.0, 1.52e6, f64::INFINITY].map(rate),
+            ["0", "999", "25.4k", "250k", "1.52M", "0"]
+        );
+        assert_eq!([1, 0, 999, 12_345_678].map(bytes), ["1 byte", "0 bytes", "999 bytes", "12.3 MB"]);
+        assert_eq!([999, 10_745_472].map(count), ["999", "10.75 M"]);
+    }
+
+    #[test]
+    fn commands_to_try_survive_a_shell() {
+        assert_eq!(quoted("checkpoints/tiny-2"), "checkpoints/tiny-2");
+        assert_eq!(quoted("my runs/it's"), r"'my runs/it'\''s'");
+    }
+}
