@@ -78,6 +78,8 @@ impl Terminal {
         self.text("\n");
         if let Some(bar) = self.bar.take() {
             bar.abandon();
+            // The cursor still stands at the bar's end.
+            err("");
         }
     }
 }
