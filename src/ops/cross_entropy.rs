@@ -42,8 +42,9 @@ pub fn forward(
         let expected = format!("x (N, {columns}) and N targets");
         return Err(Error::op("cross_entropy", expected, format!("x ({n}, {c}) and {} targets", targets.len())));
     }
-    if let Some(target) = targets.iter().find(|t| **t != IGNORE && **t as usize >= v) {
-        return Err(Error::op("cross_entropy", format!("targets below {v}"), target.to_string()));
+    if let Some(at) = targets.iter().position(|t| *t != IGNORE && *t as usize >= v) {
+        let found = format!("id {} at position {at}", targets[at]);
+        return Err(Error::op("cross_entropy", format!("targets below {v}"), found));
     }
     ctx.launch(4 * v * c);
     let (x, w) = (storage::read::<f32>("cross_entropy", x)?, storage::read::<f32>("cross_entropy", weight)?);
@@ -118,16 +119,33 @@ fn row_nll<S>(logits: &mut [f32], target: usize, scale: f32, gradient: bool) -> 
 }
 }
 
-/// -ln p of each target, in f64.
-pub fn reference(x: &[f32], weight: &[f32], columns: usize, targets: &[u32]) -> Vec<f64> {
-    let rows = x.chunks(columns).zip(targets);
-    rows.map(|(x, target)| {
-        if *target == IGNORE {
-            return 0.0;
-        }
-        let logits = super::linear::reference(x, weight, None, columns);
+/// What `reference` returns, all by the plain formula in f64.
+pub struct Reference {
+    pub loss: f64,
+    pub nll: Vec<f64>,
+    pub dx: Vec<f64>,
+    pub dweight: Vec<f64>,
+}
+
+/// The same as `forward` with a gradient that is set, in f64 loops over rows of `channels` elements.
+pub fn reference(x: &[f32], weight: &[f32], channels: usize, targets: &[u32], scale: f64) -> Reference {
+    let mut nll = vec![0f64; targets.len()];
+    let (mut dx, mut dweight) = (vec![0f64; x.len()], vec![0f64; weight.len()]);
+    for (i, target) in targets.iter().enumerate().filter(|(_, target)| **target != IGNORE) {
+        let x = &x[i * channels..][..channels];
+        let dot = |w: &[f32]| x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum::<f64>();
+        let logits: Vec<f64> = weight.chunks(channels).map(dot).collect();
         let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        logits.iter().map(|l| (l - max).exp()).sum::<f64>().ln() + max - logits[*target as usize]
-    })
-    .collect()
+        let sum: f64 = logits.iter().map(|l| (l - max).exp()).sum();
+        nll[i] = sum.ln() + max - logits[*target as usize];
+        for (v, logit) in logits.iter().enumerate() {
+            let hit = if v == *target as usize { 1.0 } else { 0.0 };
+            let dlogit = ((logit - max).exp() / sum - hit) * scale;
+            for c in 0..channels {
+                dx[i * channels + c] += dlogit * f64::from(weight[v * channels + c]);
+                dweight[v * channels + c] += dlogit * f64::from(x[c]);
+            }
+        }
+    }
+    Reference { loss: nll.iter().sum::<f64>() * scale, nll, dx, dweight }
 }

@@ -12,9 +12,11 @@ use super::storage;
 use crate::error::{Error, Result};
 
 fn check(ids: &[u32], rows: usize) -> Result<()> {
-    match ids.iter().find(|id| **id as usize >= rows) {
+    match ids.iter().position(|id| *id as usize >= rows) {
         None => Ok(()),
-        Some(id) => Err(Error::op("embedding", format!("token ids below {rows}"), id.to_string())),
+        Some(at) => {
+            Err(Error::op("embedding", format!("ids below {rows}"), format!("id {} at position {at}", ids[at])))
+        }
     }
 }
 
@@ -60,12 +62,17 @@ pub fn backward(ctx: &mut Ctx, ids: &[u32], dy: &Tensor, dtable: (&Tensor, Store
     Ok(())
 }
 
-/// The gradient that `backward` adds, in f64.
-pub fn backward_reference(ids: &[u32], dy: &[f32], rows: usize, columns: usize) -> Vec<f64> {
-    let mut table = vec![0f64; rows * columns];
-    for (id, dy) in ids.iter().zip(dy.chunks(columns)) {
-        let row = &mut table[*id as usize * columns..][..columns];
-        row.iter_mut().zip(dy).for_each(|(t, d)| *t += f64::from(*d));
+/// The rows of `table` for `ids` by the plain formula.
+pub fn reference(table: &[f32], ids: &[u32], channels: usize) -> Vec<f32> {
+    ids.iter().flat_map(|id| table[*id as usize * channels..][..channels].iter().copied()).collect()
+}
+
+/// The gradient of a table of `rows` rows of `channels` by the plain formula.
+pub fn backward_reference(ids: &[u32], dy: &[f32], rows: usize, channels: usize) -> Vec<f64> {
+    let mut dtable = vec![0f64; rows * channels];
+    for (id, dy) in ids.iter().zip(dy.chunks(channels)) {
+        let row = &mut dtable[*id as usize * channels..][..channels];
+        row.iter_mut().zip(dy).for_each(|(sum, x)| *sum += f64::from(*x));
     }
-    table
+    dtable
 }

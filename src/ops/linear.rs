@@ -12,12 +12,11 @@ use crate::error::{Error, Result};
 /// x (N, in) times weight (out, in) transposed, plus `residual` (N, out) where given: (N, out).
 pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, residual: Option<&Tensor>) -> Result<Value> {
     let ((n, k), (out, columns)) = (x.dims2()?, weight.dims2()?);
-    if k != columns || residual.is_some_and(|r| r.dims() != [n, out]) {
-        return Err(Error::op(
-            "linear",
-            format!("x (N, {columns}) and a residual (N, {out})"),
-            format!("{:?}", x.shape()),
-        ));
+    if k != columns {
+        return Err(Error::op("linear", format!("a weight of ({out}, {k})"), format!("{:?}", weight.dims())));
+    }
+    if let Some(residual) = residual.filter(|r| r.dims() != [n, out]) {
+        return Err(Error::op("linear", format!("a residual of ({n}, {out})"), format!("{:?}", residual.dims())));
     }
     ctx.launch(4 * out * k);
     let mut y = ctx.vec(n * out);
@@ -55,13 +54,8 @@ pub fn backward_weight(ctx: &mut Ctx, dy: &Tensor, x: &Tensor, dweight: (&Tensor
     Ok(())
 }
 
-/// x W^T (+ residual) in f64.
-pub fn reference(x: &[f32], weight: &[f32], residual: Option<&[f32]>, columns: usize) -> Vec<f64> {
-    let rows = x.chunks(columns);
-    let product = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum::<f64>();
-    let mut y: Vec<f64> = rows.flat_map(|x| weight.chunks(columns).map(move |w| product(x, w))).collect();
-    if let Some(residual) = residual {
-        y.iter_mut().zip(residual).for_each(|(y, r)| *y += f64::from(*r));
-    }
-    y
+/// y of `forward` without residual by the plain formula; `x` has rows of `input` elements, `weight` too.
+pub fn reference(x: &[f32], weight: &[f32], input: usize) -> Vec<f64> {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    x.chunks(input).flat_map(|x| weight.chunks(input).map(move |w| dot(x, w))).collect()
 }

@@ -1,1 +1,72 @@
+//! linear against its f64 reference and candle's autograd.
 
+use candle_core::{Device, Tensor, Var};
+use gpt::ops::gemm::Store;
+use gpt::ops::linear;
+
+use super::support::{assert_close, contexts, normal, normal_tensor, values};
+
+const SHAPES: [(usize, usize, usize); 5] = [(1, 6, 5), (3, 33, 65), (65, 128, 33), (1030, 33, 6), (5, 1100, 70)];
+
+/// A sum of k products of size one grows like sqrt(k) and is rounded k times: well below this.
+fn tolerance(k: usize) -> f32 {
+    3e-7 * k.max(16) as f32
+}
+
+#[test]
+fn forward_is_the_plain_product_plus_the_residual() {
+    for mut ctx in contexts() {
+        for (n, input, output) in SHAPES {
+            for size in [1.0, 1e4] {
+                let what = format!("{} {n} x {input} -> {output}, times {size}", ctx.family().name());
+                let x = (normal_tensor(1, &[n, input]) * size).unwrap();
+                let (w, residual) = (normal_tensor(2, &[output, input]), normal_tensor(3, &[n, output]));
+                let want = linear::reference(&values(&x), &values(&w), input);
+                let want = Vec::from_iter(want.iter().map(|w| *w as f32));
+                let tolerance = tolerance(input) * size as f32;
+                let y = linear::forward(&mut ctx, &x, &w, None).unwrap();
+                assert_close(&what, &values(&y), &want, tolerance);
+                let y = linear::forward(&mut ctx, &x, &w, Some(&residual)).unwrap();
+                let sum: Vec<f32> = want.iter().zip(values(&residual)).map(|(w, r)| w + r).collect();
+                assert_close(&what, &values(&y), &sum, tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_autograd_set_or_added() {
+    for mut ctx in contexts() {
+        for (n, input, output) in SHAPES {
+            let what = format!("{} {n} x {input} -> {output}", ctx.family().name());
+            let x = Var::from_tensor(&normal_tensor(1, &[n, input])).unwrap();
+            let w = Var::from_tensor(&normal_tensor(2, &[output, input])).unwrap();
+            let dy = normal_tensor(3, &[n, output]);
+            let y = x.matmul(&w.t().unwrap()).unwrap();
+            let grads = (y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+            for store in [Store::Set, Store::Add] {
+                let (dx, dw) = (normal_tensor(4, &[n, input]), normal_tensor(5, &[output, input]));
+                let keep = if store == Store::Add { 1.0 } else { 0.0 };
+                let want_dx = ((&dx * keep).unwrap() + grads.get(&x).unwrap()).unwrap();
+                let want_dw = ((&dw * keep).unwrap() + grads.get(&w).unwrap()).unwrap();
+                linear::backward_input(&mut ctx, &dy, &w, (&dx, store)).unwrap();
+                linear::backward_weight(&mut ctx, &dy, &x, (&dw, store)).unwrap();
+                assert_close(&what, &values(&dx), &values(&want_dx), 2.0 * tolerance(output));
+                assert_close(&what, &values(&dw), &values(&want_dw), 2.0 * tolerance(n));
+            }
+        }
+    }
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_named() {
+    let mut ctx = contexts().remove(0);
+    let (x, w) = (normal_tensor(1, &[4, 6]), normal_tensor(2, &[5, 7]));
+    let message = linear::forward(&mut ctx, &x, &w, None).unwrap_err().to_string();
+    assert!(message.contains("a weight of (5, 6)") && message.contains("[5, 7]"), "{message}");
+    let w = normal_tensor(2, &[5, 6]);
+    let residual = normal_tensor(3, &[4, 6]);
+    assert!(linear::forward(&mut ctx, &x, &w, Some(&residual)).unwrap_err().to_string().contains("residual"));
+    let vector = Tensor::from_vec(normal(1, 6), 6, &Device::Cpu).unwrap();
+    assert!(linear::forward(&mut ctx, &vector, &w, None).is_err());
+}
