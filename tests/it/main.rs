@@ -7,5 +7,6 @@ mod layering;
 mod model;
 mod oracle;
 mod plain;
+mod readme;
 mod reference;
 mod resume;
