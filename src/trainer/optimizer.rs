@@ -63,17 +63,20 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    pub fn new(model: &Gpt, settings: Settings) -> Self {
+    /// Moments at rest; averages, if kept, begin at the weights.
+    pub fn new(model: &Gpt, settings: Settings) -> Result<Self> {
         let zeros = |p: &Arc<Parameter>| storage::tensor(vec![0f32; p.master().elem_count()], p.master().shape());
         let moments = |p: &Arc<Parameter>| Moments {
             first: zeros(p),
             second: (!Self::uses_muon(settings.kind, p)).then(|| zeros(p)),
         };
-        Self {
-            settings,
-            moments: model.parameters().iter().map(moments).collect(),
-            averages: if settings.ema > 0.0 { model.parameters().iter().map(zeros).collect() } else { Vec::new() },
-        }
+        let copy = |p: &Arc<Parameter>| {
+            let weights = storage::read::<f32>("averages", p.master())?.to_vec();
+            Ok(storage::tensor(weights, p.master().shape()))
+        };
+        let averages: Result<Vec<Tensor>> =
+            if settings.ema > 0.0 { model.parameters().iter().map(copy).collect() } else { Ok(Vec::new()) };
+        Ok(Self { settings, moments: model.parameters().iter().map(moments).collect(), averages: averages? })
     }
 
     fn uses_muon(kind: Kind, parameter: &Parameter) -> bool {

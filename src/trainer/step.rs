@@ -44,7 +44,7 @@ pub struct Trainer {
 
 impl Trainer {
     pub fn new(ctx: Ctx, model: Gpt, settings: Settings, dropout: f32, seed: u64) -> Result<Self> {
-        let optimizer = Optimizer::new(&model, settings);
+        let optimizer = Optimizer::new(&model, settings)?;
         let guard = Guard { max_norm: settings.clip, spike_threshold: settings.spike_threshold, ..Guard::default() };
         let scalars = Scalars::new();
         scalars.set(Scalar::EmaDecay, settings.ema)?;
