@@ -1,5 +1,8 @@
 //! gradient_norm, guard, adamw and muon against f64 references over several steps.
 
+// A parameter of one part has a list of one range; not the numbers in it.
+#![allow(clippy::single_range_in_vec_init)]
+
 use candle_core::Tensor;
 use gpt::ops::adamw::{self, Adamw};
 use gpt::ops::ctx::Ctx;
