@@ -1,4 +1,7 @@
 //! One writer a run: an advisory lock that the system releases with the process, however it ends.
+//!
+//! `recipes` takes it before anything is written and holds it to the end. Readers of a model need none, so that one can
+//! sample from a run in training: files are replaced by rename, and `weights` keeps those open that it began with.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
@@ -20,11 +23,17 @@ impl RunLock {
         let mut file = open.map_err(|e| Error::io("open", &path, e))?;
         match file.try_lock() {
             Ok(()) => {}
+            // Some network disks have no locks; to work without one there is better than not to work.
+            Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => {}
             Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, e)),
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
                 let _ = file.read_to_string(&mut holder);
-                let what = format!("{} is in use by process {}", run.display(), holder.trim());
+                let holder = match holder.trim() {
+                    "" => "another process".to_owned(),
+                    id => format!("process {id}"),
+                };
+                let what = format!("{} is in use by {holder}", run.display());
                 return Err(Error::failed(what).with_hint("wait for it, stop it, or choose another --out"));
             }
         }

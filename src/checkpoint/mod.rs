@@ -2,6 +2,7 @@
 
 pub mod atomic;
 pub mod config_json;
+pub mod foreign;
 pub mod lock;
 pub mod model_folder;
 pub mod steps;
@@ -14,23 +15,66 @@ use crate::error::{Error, Result};
 /// Where runs land and are looked for.
 pub const RUNS: &str = "checkpoints";
 
-/// The checkpoint of that path, or, without one, the newest complete run. Says which.
+/// The checkpoint of that path (or of that name in checkpoints/), or, without one, the newest complete run.
 pub fn resolve(given: Option<&Path>) -> Result<PathBuf> {
-    if let Some(path) = given {
-        return Ok(path.to_owned());
-    }
-    newest_run(Path::new(RUNS)).ok_or_else(|| {
-        Error::usage(format!("no checkpoint given, and none in {RUNS}/")).with_hint("train one first: gpt train")
-    })
+    resolve_in(Path::new(RUNS), given)
 }
 
-/// The folder below `runs` whose model was written last.
+fn resolve_in(runs: &Path, given: Option<&Path>) -> Result<PathBuf> {
+    let Some(path) = given else {
+        return newest_run(runs).ok_or_else(|| {
+            Error::usage(format!("no checkpoint given, and none in {}/", runs.display()))
+                .with_hint("train one first: gpt train")
+        });
+    };
+    let named = runs.join(path);
+    Ok(if !path.exists() && named.exists() { named } else { path.to_owned() })
+}
+
+/// The folder below `runs` whose model was written last. A draft is found through its target, so it is none itself.
 fn newest_run(runs: &Path) -> Option<PathBuf> {
+    let complete = |folder: &Path| folder.join("config.json").is_file() && folder.join("model.safetensors").is_file();
+    let is_draft = |folder: &Path| {
+        let target = folder.file_name().and_then(|n| n.to_str()?.strip_suffix("-draft"));
+        target.is_some_and(|target| complete(&runs.join(target)))
+    };
     let models = std::fs::read_dir(runs).ok()?.flatten().filter_map(|entry| {
         let folder = entry.path();
-        let complete = folder.join("config.json").is_file();
         let written = folder.join("model.safetensors").metadata().ok()?.modified().ok()?;
-        complete.then_some((written, folder))
+        (complete(&folder) && !is_draft(&folder)).then_some((written, folder))
     });
     models.max().map(|(_, folder)| folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_complete_run_is_taken_and_names_are_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let runs = dir.path();
+        let error = resolve_in(runs, None).unwrap_err();
+        assert!(error.to_string().contains("none in") && error.hint().is_some() && error.exit_code() == 2);
+        let write = |run: &str, age: u64, files: &[&str]| {
+            std::fs::create_dir_all(runs.join(run)).unwrap();
+            for file in files {
+                let file = std::fs::File::create(runs.join(run).join(file)).unwrap();
+                let now = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(2_000_000_000);
+                file.set_modified(now - std::time::Duration::from_secs(age)).unwrap();
+            }
+        };
+        let all = ["config.json", "model.safetensors"];
+        write("old", 30, &all);
+        write("new", 20, &all);
+        write("new-draft", 10, &all);
+        write("half", 5, &["config.json"]);
+        write("weights", 4, &["model.safetensors"]);
+        assert_eq!(resolve_in(runs, None).unwrap(), runs.join("new"));
+        assert_eq!(resolve_in(runs, Some(Path::new("old"))).unwrap(), runs.join("old"));
+        assert_eq!(resolve_in(runs, Some(Path::new("none/at all"))).unwrap(), Path::new("none/at all"));
+        // A draft whose target is gone is a model like others.
+        std::fs::remove_dir_all(runs.join("new")).unwrap();
+        assert_eq!(resolve_in(runs, None).unwrap(), runs.join("new-draft"));
+    }
 }

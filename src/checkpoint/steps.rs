@@ -1,20 +1,26 @@
 //! The commit point of a run: `<run>/steps/NNNNNN/`, written whole under a temporary name, fsynced, and renamed.
 //!
 //! A step is complete if its manifest, which is written last, agrees with every file. Resume takes the newest complete one,
-//! whatever was going on when the last run was killed.
+//! whatever was going on when the last run was killed. What must stay true: at every moment there is a complete step
+//! once there was one. So a step that is written again waits as `NNNNNN.new` until the old one is out of the way, folders
+//! are renamed before they are emptied, and only the one writer of the run (`lock`) writes or prunes.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::atomic;
+use super::atomic::{self, Fill, TEMPORARY};
+use super::foreign;
 use super::weights::Weights;
 use crate::error::{Error, Result};
 
 const MANIFEST: &str = "manifest.json";
-const TEMPORARY: &str = ".tmp-";
+/// A step that was written again and has not taken its name yet.
+const AGAIN: &str = ".new";
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Manifest {
@@ -28,45 +34,71 @@ struct Sum {
     sha256: String,
 }
 
-impl Sum {
-    fn of(bytes: &[u8]) -> Self {
-        let sha256 = Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect();
-        Self { bytes: bytes.len() as u64, sha256 }
-    }
-}
-
-/// Commits a step made of `files` (name, content).
-pub fn write(run: &Path, step: u64, files: &[(&str, Vec<u8>)]) -> Result<PathBuf> {
+/// Commits a step made of `files` (name, content). Steps after it are removed: whoever writes this one did not go on from
+/// them, because they were damaged.
+pub fn write<C: Fill>(run: &Path, step: u64, files: &[(&str, C)]) -> Result<PathBuf> {
     let steps = run.join("steps");
     let temporary = steps.join(format!("{TEMPORARY}{step:06}"));
-    let place = steps.join(format!("{step:06}"));
-    let written = (|| {
-        remove(&temporary)?;
-        std::fs::create_dir_all(&temporary).map_err(|e| Error::io("create", &temporary, e))?;
-        let mut manifest = Manifest { files: BTreeMap::new() };
-        for (name, bytes) in files {
-            atomic::create(&temporary.join(name), bytes)?;
-            manifest.files.insert((*name).to_owned(), Sum::of(bytes));
-        }
-        let text = serde_json::to_string_pretty(&manifest).expect("a map of plain values");
-        atomic::create(&temporary.join(MANIFEST), text.as_bytes())?;
-        atomic::sync_folder(&temporary)?;
-        // The same step again (a run that was resumed from an older one) replaces what is there.
-        remove(&place)?;
-        std::fs::rename(&temporary, &place).map_err(|e| Error::io("rename", &place, e))?;
-        atomic::sync_folder(&steps)
-    })();
+    let written = atomic::create_folder(&steps)
+        .and_then(|()| settle(&steps))
+        .and_then(|()| fill(&temporary, files))
+        .and_then(|()| commit(&steps, &temporary, step));
     if written.is_err() {
-        let _ = std::fs::remove_dir_all(&temporary);
+        // It may not exist; the first error is the one to tell.
+        let _ = atomic::remove(&temporary);
     }
-    written.map(|()| place)
+    let place = written?;
+    let later = list(run)?.into_iter().filter(|found| found.step > step);
+    later.into_iter().try_for_each(|found| discard(&found.path))?;
+    Ok(place)
 }
 
-fn remove(folder: &Path) -> Result<()> {
-    match std::fs::remove_dir_all(folder) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", folder, e)),
-        _ => Ok(()),
+/// Writes all files of a step into a new folder, the manifest last.
+fn fill<C: Fill>(folder: &Path, files: &[(&str, C)]) -> Result<()> {
+    atomic::remove(folder)?;
+    std::fs::create_dir(folder).map_err(|e| Error::io("create", folder, e))?;
+    let mut manifest = Manifest { files: BTreeMap::new() };
+    for (name, content) in files {
+        let written = atomic::create(&folder.join(name), content)?;
+        manifest.files.insert((*name).to_owned(), Sum { bytes: written.bytes, sha256: written.sha256 });
     }
+    let text = serde_json::to_string_pretty(&manifest).expect("a map of plain values");
+    atomic::create(&folder.join(MANIFEST), text.as_bytes())?;
+    atomic::sync_folder(folder)
+}
+
+/// Gives a written step its name. The same step again (a run that was resumed from an older one, or that ends where
+/// it was saved) replaces what is there.
+fn commit(steps: &Path, temporary: &Path, step: u64) -> Result<PathBuf> {
+    let place = steps.join(format!("{step:06}"));
+    let name = if place.exists() { steps.join(format!("{step:06}{AGAIN}")) } else { place.clone() };
+    std::fs::rename(temporary, &name).map_err(|e| Error::io("rename", &name, e))?;
+    atomic::sync_folder(steps)?;
+    settle(steps)?;
+    Ok(place)
+}
+
+/// Lets steps that were written again take their names; also what a killed writer had still to do.
+fn settle(steps: &Path) -> Result<()> {
+    for found in list_folder(steps)?.into_iter().filter(|found| found.again) {
+        let place = steps.join(format!("{:06}", found.step));
+        discard(&place)?;
+        std::fs::rename(&found.path, &place).map_err(|e| Error::io("rename", &place, e))?;
+        atomic::sync_folder(steps)?;
+    }
+    Ok(())
+}
+
+/// Removes a step so that no half of it is ever taken for one.
+fn discard(folder: &Path) -> Result<()> {
+    if !folder.exists() {
+        return Ok(());
+    }
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let aside = folder.with_file_name(format!("{TEMPORARY}old-{name}"));
+    atomic::remove(&aside)?;
+    std::fs::rename(folder, &aside).map_err(|e| Error::io("rename", folder, e))?;
+    atomic::remove(&aside)
 }
 
 /// A complete step.
@@ -87,11 +119,11 @@ impl StepFolder {
     }
 }
 
-/// The newest complete step of a run, and what was wrong with newer ones.
+/// The newest complete step of a run, and what was wrong with newer ones. Reads the steps whole, to check their sums.
 pub fn newest(run: &Path) -> Result<(Option<StepFolder>, Vec<String>)> {
     let mut damaged = Vec::new();
-    for (step, path) in list(run)?.into_iter().rev() {
-        match verify(&path) {
+    for Found { step, path, .. } in list(run)?.into_iter().rev() {
+        match verify(&path, Depth::Sums) {
             Ok(()) => return Ok((Some(StepFolder { step, path }), damaged)),
             Err(e) => damaged.push(format!("{} is passed over: {e}", path.display())),
         }
@@ -99,105 +131,93 @@ pub fn newest(run: &Path) -> Result<(Option<StepFolder>, Vec<String>)> {
     Ok((None, damaged))
 }
 
-/// All steps of a run by number, complete or not.
-fn list(run: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let steps = run.join("steps");
-    let entries = match std::fs::read_dir(&steps) {
+/// A folder that is named as a step; ordered by step, a rewritten one after the old.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Found {
+    step: u64,
+    again: bool,
+    path: PathBuf,
+}
+
+/// All steps of a run in order, complete or not.
+fn list(run: &Path) -> Result<Vec<Found>> {
+    list_folder(&run.join("steps"))
+}
+
+fn list_folder(steps: &Path) -> Result<Vec<Found>> {
+    let entries = match std::fs::read_dir(steps) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.map_err(|e| Error::io("read", &steps, e))?,
+        other => other.map_err(|e| Error::io("read", steps, e))?,
     };
     let mut found = Vec::new();
     for entry in entries {
-        let path = entry.map_err(|e| Error::io("read", &steps, e))?.path();
-        if let Some(step) = path.file_name().and_then(|n| n.to_str()?.parse().ok()) {
-            found.push((step, path));
+        let path = entry.map_err(|e| Error::io("read", steps, e))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let (number, again) = name.strip_suffix(AGAIN).map_or((&*name, false), |number| (number, true));
+        // Only names that `write` gives: 000500, not +500 or 500.
+        if let Some(step) = number.parse::<u64>().ok().filter(|step| format!("{step:06}") == number) {
+            found.push(Found { step, again, path: path.clone() });
         }
     }
     found.sort();
     Ok(found)
 }
 
-fn verify(folder: &Path) -> Result<()> {
+/// How closely to look: sizes are enough to see a write that was cut short, sums see everything.
+#[derive(Clone, Copy, PartialEq)]
+enum Depth {
+    Sizes,
+    Sums,
+}
+
+fn verify(folder: &Path, depth: Depth) -> Result<()> {
     let path = folder.join(MANIFEST);
-    let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
-    let manifest: Manifest =
-        serde_json::from_str(&text).map_err(|e| Error::file(&path, "a manifest", e.to_string()))?;
+    let json = foreign::read_json(&path)?;
+    let manifest: Manifest = serde_json::from_value(json.into())
+        .map_err(|e| Error::file(&path, "the sizes and sums of a step's files", e.to_string()))?;
+    if manifest.files.is_empty() {
+        return Err(Error::file(&path, "the sizes and sums of a step's files", "none"));
+    }
     for (name, sum) in &manifest.files {
         let path = folder.join(name);
-        let found = Sum::of(&std::fs::read(&path).map_err(|e| Error::io("read", &path, e))?);
-        if found != *sum {
-            let told = |s: &Sum| format!("{} bytes of sha256 {}", s.bytes, &s.sha256[..12.min(s.sha256.len())]);
-            return Err(Error::file(&path, told(sum), told(&found)));
+        let bytes = path.metadata().map_err(|e| Error::io("read", &path, e))?.len();
+        if bytes != sum.bytes {
+            return Err(Error::file(&path, format!("{} bytes", sum.bytes), format!("{bytes}")));
+        }
+        let sha256 = if depth == Depth::Sums { sha256(&path)? } else { sum.sha256.clone() };
+        if sha256 != sum.sha256 {
+            let told = |sum: &str| format!("sha256 {}...", sum.chars().take(12).collect::<String>());
+            return Err(Error::file(&path, told(&sum.sha256), told(&sha256)));
         }
     }
     Ok(())
 }
 
-/// Removes all but the `keep` newest steps, and what an interrupted writer left.
-pub fn prune(run: &Path, keep: usize) -> Result<()> {
-    let steps = list(run)?;
-    let surplus = steps.len().saturating_sub(keep.max(1));
-    steps[..surplus].iter().try_for_each(|(_, path)| remove(path))?;
-    let folder = run.join("steps");
-    for entry in std::fs::read_dir(&folder).map_err(|e| Error::io("read", &folder, e))?.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
-            remove(&entry.path())?;
+fn sha256(path: &Path) -> Result<String> {
+    let failed = |e| Error::io("read", path, e);
+    let mut file = File::open(path).map_err(failed)?;
+    let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 18]);
+    loop {
+        match file.read(&mut buffer).map_err(failed)? {
+            0 => return Ok(atomic::hex(&hash.finalize())),
+            n => hash.update(&buffer[..n]),
         }
     }
-    Ok(())
+}
+
+/// Removes all but the `keep` newest steps that are whole, and what interrupted writers left. The newest whole one always
+/// stays; damaged ones do not count.
+pub fn prune(run: &Path, keep: usize) -> Result<()> {
+    let mut kept = 0;
+    for found in list(run)?.into_iter().rev() {
+        if kept >= keep.max(1) {
+            discard(&found.path)?;
+        } else if verify(&found.path, Depth::Sizes).is_ok() {
+            kept += 1;
+        }
+    }
+    atomic::sweep(&run.join("steps"))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn files(salt: u8) -> Vec<(&'static str, Vec<u8>)> {
-        vec![("a", vec![salt; 100]), ("b.json", vec![salt, 1, 2])]
-    }
-
-    #[test]
-    fn the_newest_complete_step_is_found_past_every_kind_of_damage() {
-        let dir = tempfile::tempdir().unwrap();
-        let run = dir.path();
-        assert!(newest(run).unwrap().0.is_none());
-        for step in [1, 2, 3, 4, 5, 6] {
-            write(run, step, &files(step as u8)).unwrap();
-        }
-        let at = |step: u64, name: &str| run.join(format!("steps/{step:06}/{name}"));
-        std::fs::remove_file(at(6, MANIFEST)).unwrap();
-        std::fs::write(at(5, "a"), [5u8; 99]).unwrap();
-        std::fs::write(at(4, "a"), [0u8; 100]).unwrap();
-        std::fs::remove_file(at(3, "b.json")).unwrap();
-        std::fs::create_dir_all(run.join("steps/.tmp-000007")).unwrap();
-        let (found, damaged) = newest(run).unwrap();
-        let found = found.unwrap();
-        assert_eq!((found.step, damaged.len()), (2, 4));
-        assert_eq!(found.read("a").unwrap(), [2u8; 100]);
-    }
-
-    #[test]
-    fn pruning_keeps_the_newest_and_clears_what_was_left_over() {
-        let dir = tempfile::tempdir().unwrap();
-        for step in [10, 20, 30] {
-            write(dir.path(), step, &files(0)).unwrap();
-        }
-        std::fs::create_dir_all(dir.path().join("steps/.tmp-000040")).unwrap();
-        prune(dir.path(), 2).unwrap();
-        let left: Vec<u64> = list(dir.path()).unwrap().into_iter().map(|(step, _)| step).collect();
-        assert_eq!(left, [20, 30]);
-        assert!(!dir.path().join("steps/.tmp-000040").exists());
-        prune(dir.path(), 0).unwrap();
-        assert_eq!(list(dir.path()).unwrap().len(), 1, "one is always kept");
-    }
-
-    #[test]
-    fn a_failing_write_leaves_older_steps_and_no_rest() {
-        let dir = tempfile::tempdir().unwrap();
-        write(dir.path(), 1, &files(1)).unwrap();
-        // A file name with a folder that does not exist cannot be created.
-        let error = write(dir.path(), 2, &[("a", vec![1]), ("none/b", vec![2])]).unwrap_err();
-        assert!(error.to_string().contains("none/b"));
-        assert_eq!(newest(dir.path()).unwrap().0.unwrap().step, 1);
-        assert_eq!(std::fs::read_dir(dir.path().join("steps")).unwrap().count(), 1);
-    }
-}
+mod tests;

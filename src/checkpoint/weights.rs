@@ -1,34 +1,81 @@
-//! Named f32 tensors as safetensors files, and their careful reading: one clear error for anything that is not as it should be.
+//! Named tensors as safetensors files: streamed out as f32, and read one by one with a clear error for anything that is not
+//! as it should be.
+//!
+//! Written by `model_folder` and `steps`; read by them and by everything that builds a model. What must stay true: equal
+//! tensors give equal bytes, and no more than one tensor of a file is in memory beside what the caller keeps.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use parking_lot::Mutex;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
 
+use super::atomic::{Fill, Sink};
+use super::foreign;
 use crate::error::{Error, Result};
 use crate::nn::parameter::NamedTensor;
 
-/// The bytes of a safetensors file. Equal tensors give equal bytes: sorted by name, one metadata key.
-pub fn to_bytes(tensors: &[NamedTensor]) -> Result<Vec<u8>> {
-    let raw: Vec<(&NamedTensor, Vec<u8>)> =
-        tensors.iter().map(|t| (t, t.data.iter().flat_map(|x| x.to_le_bytes()).collect())).collect();
-    let mut views = BTreeMap::new();
-    for (tensor, bytes) in &raw {
-        let view = TensorView::new(Dtype::F32, tensor.shape.clone(), bytes);
-        let view =
-            view.map_err(|e| Error::op("safetensors", "data of the tensor's shape", format!("{}: {e}", tensor.name)))?;
-        views.insert(tensor.name.clone(), view);
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Tensors to be written as a safetensors file, without a second copy of them in memory.
+pub struct Tensors<'a>(pub &'a [NamedTensor]);
+
+impl Fill for Tensors<'_> {
+    fn fill(&self, sink: &mut Sink) -> Result<()> {
+        encode(self.0, &mut |bytes| sink.write(bytes))
     }
-    let metadata = [("format".to_owned(), "pt".to_owned())].into();
-    safetensors::serialize(views, Some(metadata)).map_err(|e| Error::failed(format!("safetensors: {e}")))
 }
 
-/// The tensors of one or several safetensors files.
+/// The bytes of a safetensors file in memory.
+pub fn to_bytes(tensors: &[NamedTensor]) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    encode(tensors, &mut |part| {
+        bytes.extend_from_slice(part);
+        Ok(())
+    })?;
+    Ok(bytes)
+}
+
+/// Sorted by name and with one metadata key, because the crate orders metadata at random.
+fn encode(tensors: &[NamedTensor], write: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let mut sorted: Vec<&NamedTensor> = tensors.iter().collect();
+    sorted.sort_by(|a, b| a.name.cmp(&b.name));
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].name == pair[1].name) {
+        return Err(Error::op("safetensors", "every name once", format!("{} twice", pair[0].name)));
+    }
+    let mut end = 0;
+    let infos = sorted.iter().map(|t| {
+        let start = end;
+        end += 4 * t.data.len();
+        (t.name.clone(), TensorInfo { dtype: Dtype::F32, shape: t.shape.clone(), data_offsets: (start, end) })
+    });
+    let format = [("format".to_owned(), "pt".to_owned())].into();
+    let header = Metadata::new(Some(format), infos.collect())
+        .map_err(|e| Error::op("safetensors", "data of the tensors' shapes", e.to_string()))?;
+    let mut header = serde_json::to_vec(&header).expect("names, numbers and lists");
+    header.resize(header.len().next_multiple_of(8), b' ');
+    write(&(header.len() as u64).to_le_bytes())?;
+    write(&header)?;
+    let mut buffer = Vec::with_capacity(4 << 14);
+    for chunk in sorted.iter().flat_map(|t| t.data.chunks(1 << 14)) {
+        buffer.clear();
+        buffer.extend(chunk.iter().flat_map(|x| x.to_le_bytes()));
+        write(&buffer)?;
+    }
+    Ok(())
+}
+
+/// The tensors of one or several safetensors files. The files stay open: replacing them by rename does not disturb a reader.
 pub struct Weights {
-    /// The file's bytes, its path, and where its tensor data begins.
-    files: Vec<(PathBuf, Vec<u8>)>,
-    /// Name -> (file, dtype, shape, byte range within the file).
+    /// What was opened: the file, or the index of the shards.
+    origin: PathBuf,
+    files: Vec<(PathBuf, Mutex<File>)>,
     entries: BTreeMap<String, Entry>,
 }
 
@@ -37,52 +84,61 @@ struct Entry {
     file: usize,
     dtype: Dtype,
     shape: Vec<usize>,
-    range: std::ops::Range<usize>,
+    /// Bytes within the file.
+    range: Range<u64>,
 }
 
 impl Weights {
     /// Opens one file.
     pub fn open(path: &Path) -> Result<Self> {
-        let mut weights = Self { files: Vec::new(), entries: BTreeMap::new() };
+        let mut weights = Self { origin: path.to_owned(), files: Vec::new(), entries: BTreeMap::new() };
         weights.add(path)?;
         Ok(weights)
     }
 
     /// Opens the model.safetensors of a folder, or the shards that its index names.
     pub fn open_folder(folder: &Path) -> Result<Self> {
-        let single = folder.join("model.safetensors");
-        let index = folder.join("model.safetensors.index.json");
-        if single.exists() || !index.exists() {
-            return Self::open(&single);
+        let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
+        match (single.exists(), index.exists()) {
+            (true, _) => Self::open(&single),
+            (false, true) => Self::open_shards(folder, &index),
+            (false, false) => Err(no_weights(folder)),
         }
-        let text = std::fs::read_to_string(&index).map_err(|e| Error::io("read", &index, e))?;
-        let json: serde_json::Value =
-            serde_json::from_str(&text).map_err(|e| Error::file(&index, "an index of shards", e.to_string()))?;
-        let map = json["weight_map"].as_object();
-        let map = map.ok_or_else(|| Error::file(&index, "a weight_map", "none"))?;
-        let shards: std::collections::BTreeSet<&str> = map.values().filter_map(|v| v.as_str()).collect();
-        let mut weights = Self { files: Vec::new(), entries: BTreeMap::new() };
-        for shard in shards {
-            // A shard lies beside its index, whatever the index says.
-            let name = Path::new(shard).file_name().unwrap_or_default();
-            weights.add(&folder.join(name))?;
+    }
+
+    fn open_shards(folder: &Path, index: &Path) -> Result<Self> {
+        let json = foreign::read_json(index)?;
+        let map = json.get("weight_map").and_then(|m| m.as_object()).filter(|m| !m.is_empty());
+        let map = map.ok_or_else(|| Error::file(index, "a weight_map that names the shards", "none"))?;
+        let mut weights = Self { origin: index.to_owned(), files: Vec::new(), entries: BTreeMap::new() };
+        let mut opened = BTreeMap::new();
+        for (tensor, shard) in map {
+            let name = shard.as_str().and_then(|s| Path::new(s).file_name());
+            let name = name
+                .ok_or_else(|| Error::file(index, format!("the shard of tensor `{tensor}`"), foreign::kind(shard)))?;
+            // A shard lies beside its index, whatever folder the index says.
+            let path = folder.join(name);
+            if !opened.contains_key(name) {
+                opened.insert(name, weights.files.len());
+                weights.add(&path)?;
+            }
+            if weights.entries.get(tensor).is_none_or(|e| e.file != opened[name]) {
+                let expected = format!("in this shard, as {INDEX} says");
+                return Err(Error::Tensor { path, tensor: tensor.clone(), expected, found: "no such tensor".into() });
+            }
         }
         Ok(weights)
     }
 
     fn add(&mut self, path: &Path) -> Result<()> {
-        let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
-        let parsed = SafeTensors::deserialize(&bytes).map_err(|e| {
-            Error::file(path, "a safetensors file", what_instead(&bytes, &e.to_string()))
-                .with_hint("the file is incomplete or not what its name says; copy or download it again")
-        })?;
-        let base = bytes.as_ptr() as usize;
-        for (name, view) in parsed.iter() {
-            let start = view.data().as_ptr() as usize - base;
-            let (shape, range) = (view.shape().to_vec(), start..start + view.data().len());
-            self.entries.insert(name.to_owned(), Entry { file: self.files.len(), dtype: view.dtype(), shape, range });
+        let mut file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let (header, start) = read_header(path, &mut file)?;
+        for (name, info) in header.tensors() {
+            let range = start + info.data_offsets.0 as u64..start + info.data_offsets.1 as u64;
+            let entry = Entry { file: self.files.len(), dtype: info.dtype, shape: info.shape.clone(), range };
+            self.entries.insert(name, entry);
         }
-        self.files.push((path.to_owned(), bytes));
+        self.files.push((path.to_owned(), Mutex::new(file)));
         Ok(())
     }
 
@@ -99,99 +155,73 @@ impl Weights {
 
     /// The tensor of that name as f32. It must have `shape`; f32, bf16 and f16 are read.
     pub fn get(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        let place = |entry: Option<&Entry>| self.files[entry.map_or(0, |e| e.file)].0.clone();
-        let wrong = |entry: Option<&Entry>, expected: String, found: String| Error::Tensor {
-            path: place(entry),
-            tensor: name.to_owned(),
-            expected,
-            found,
+        let wrong = |path: &Path, expected: String, found: String| {
+            Err(Error::Tensor { path: path.to_owned(), tensor: name.to_owned(), expected, found })
         };
         let Some(entry) = self.entries.get(name) else {
-            return Err(wrong(None, format!("shape {shape:?}"), "no such tensor".into()));
+            return wrong(&self.origin, format!("shape {shape:?}"), "no such tensor".into());
         };
+        let (path, file) = &self.files[entry.file];
         if entry.shape != shape {
-            return Err(wrong(Some(entry), format!("shape {shape:?}"), format!("{:?}", entry.shape)));
+            return wrong(path, format!("shape {shape:?}"), format!("{:?}", entry.shape));
         }
-        let bytes = &self.files[entry.file].1[entry.range.clone()];
+        if !matches!(entry.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+            return wrong(path, "f32, bf16 or f16".into(), format!("{:?}", entry.dtype).to_lowercase());
+        }
+        let mut bytes = vec![0; (entry.range.end - entry.range.start) as usize];
+        let mut file = file.lock();
+        let read = file.seek(SeekFrom::Start(entry.range.start)).and_then(|_| file.read_exact(&mut bytes));
+        read.map_err(|e| Error::io("read", path, e))?;
         let pairs = || bytes.as_chunks::<2>().0.iter();
-        match entry.dtype {
-            Dtype::F32 => Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()),
-            Dtype::BF16 => Ok(pairs().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()),
-            Dtype::F16 => Ok(pairs().map(|b| f16::from_le_bytes(*b).to_f32()).collect()),
-            other => Err(wrong(Some(entry), "f32, bf16 or f16".into(), format!("{other:?}").to_lowercase())),
-        }
+        Ok(match entry.dtype {
+            Dtype::BF16 => pairs().map(|b| bf16::from_le_bytes(*b).to_f32()).collect(),
+            Dtype::F16 => pairs().map(|b| f16::from_le_bytes(*b).to_f32()).collect(),
+            _ => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+        })
     }
 }
 
-/// What a file that is no safetensors file looks like.
-fn what_instead(bytes: &[u8], parser: &str) -> String {
-    let start = String::from_utf8_lossy(&bytes[..bytes.len().min(64)]).trim_start().to_lowercase();
-    if bytes.is_empty() {
-        return "an empty file".into();
+/// The header of a safetensors file whose size is what the header promises, and where the tensor data begins.
+fn read_header(path: &Path, file: &mut File) -> Result<(Metadata, u64)> {
+    const EXPECTED: &str = "a safetensors file";
+    const HINT: &str = "the file is incomplete or not what its name says; copy or download it again";
+    let wrong = |found: String| Error::file(path, EXPECTED, found).with_hint(HINT);
+    let failed = |e| Error::io("read", path, e);
+    let size = file.metadata().map_err(failed)?.len();
+    let mut start = Vec::with_capacity(foreign::START);
+    file.take(foreign::START as u64).read_to_end(&mut start).map_err(failed)?;
+    foreign::refuse(path, &start, EXPECTED)?;
+    let Some(length) = start.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)) else {
+        return Err(wrong(format!("{size} bytes, too few for a header")));
+    };
+    // The format's own limit; what is above it is no length but some text or other.
+    if length > 100_000_000 {
+        let text: String = String::from_utf8_lossy(&start).chars().take(40).collect();
+        return Err(wrong(format!("{size} bytes that begin with {text:?}")));
     }
-    if start.starts_with("<!doctype") || start.starts_with("<html") {
-        return "a web page (HTML)".into();
+    if 8 + length > size {
+        return Err(wrong(format!("{size} bytes, the header alone promises {}", 8 + length)));
     }
-    if start.starts_with("version https://git-lfs") {
-        return "a git-lfs pointer instead of the file".into();
+    let mut header = vec![0; length as usize];
+    file.seek(SeekFrom::Start(8)).and_then(|_| file.read_exact(&mut header)).map_err(failed)?;
+    let header: Metadata =
+        serde_json::from_slice(&header).map_err(|e| wrong(format!("a header that is not valid ({e})")))?;
+    let promised = 8 + length + header.data_len() as u64;
+    if promised != size {
+        return Err(wrong(format!("{size} bytes, the header promises {promised}")));
     }
-    if let Some(length) = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b))
-        && length < 100_000_000
-        && (bytes.len() as u64) < 8 + length
-    {
-        return format!("{} bytes where the header alone is {}: the file is cut short", bytes.len(), 8 + length);
+    Ok((header, 8 + length))
+}
+
+/// The error for a folder without weights that we read, naming what lies there instead.
+fn no_weights(folder: &Path) -> Error {
+    let expected = format!("{SINGLE} or {INDEX}");
+    if folder.join("pytorch_model.bin").exists() || folder.join("pytorch_model.bin.index.json").exists() {
+        let hint = "save the model as safetensors first (transformers: save_pretrained)";
+        return Error::file(folder, expected, "pytorch_model.bin").with_hint(hint);
     }
-    format!("{} bytes that cannot be read ({parser})", bytes.len())
+    Error::file(folder, expected, "neither").with_hint(super::model_folder::no_model(folder))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn tensors() -> Vec<NamedTensor> {
-        vec![
-            NamedTensor { name: "b".into(), shape: vec![2, 3], data: (0..6).map(|x| x as f32).collect() },
-            NamedTensor { name: "a".into(), shape: vec![2], data: vec![f32::MIN_POSITIVE, -0.0] },
-        ]
-    }
-
-    #[test]
-    fn tensors_come_back_bit_for_bit_and_equal_ones_give_equal_files() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("x.safetensors");
-        let bytes = to_bytes(&tensors()).unwrap();
-        let mut reversed = tensors();
-        reversed.reverse();
-        assert_eq!(bytes, to_bytes(&reversed).unwrap());
-        std::fs::write(&path, bytes).unwrap();
-        let weights = Weights::open(&path).unwrap();
-        for t in tensors() {
-            let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
-            assert_eq!(bits(weights.get(&t.name, &t.shape).unwrap()), bits(t.data));
-        }
-    }
-
-    #[test]
-    fn every_kind_of_damage_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("model.safetensors");
-        let good = to_bytes(&tensors()).unwrap();
-        let said = |bytes: &[u8]| {
-            std::fs::write(&path, bytes).unwrap();
-            Weights::open(&path).err().unwrap().to_string()
-        };
-        assert!(said(b"").contains("an empty file"));
-        assert!(said(b"<!DOCTYPE html><html>").contains("a web page"));
-        assert!(said(b"version https://git-lfs.github.com/spec/v1\n").contains("git-lfs pointer"));
-        assert!(said(&good[..40]).contains("cut short"));
-        assert!(said(&good[..good.len() - 1]).contains("model.safetensors"));
-        std::fs::write(&path, &good).unwrap();
-        let weights = Weights::open(&path).unwrap();
-        let error = weights.get("b", &[3, 2]).unwrap_err().to_string();
-        assert!(error.contains("`b`") && error.contains("[3, 2]") && error.contains("[2, 3]"), "{error}");
-        assert!(weights.get("c", &[1]).unwrap_err().to_string().contains("no such tensor"));
-        assert!(Weights::open_folder(dir.path()).is_ok());
-        std::fs::remove_file(&path).unwrap();
-        assert!(Weights::open_folder(dir.path()).err().unwrap().to_string().contains("model.safetensors"));
-    }
-}
+mod tests;

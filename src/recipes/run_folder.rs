@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::atomic;
+use crate::checkpoint::atomic::{self, Fill};
 use crate::checkpoint::lock::RunLock;
 use crate::checkpoint::model_folder::{self, Companions};
 use crate::checkpoint::steps::{self, StepFolder};
-use crate::checkpoint::weights::to_bytes;
+use crate::checkpoint::weights::Tensors;
 use crate::error::{Error, Result};
 use crate::model::gpt::Gpt;
 use crate::nn::parameter::NamedTensor;
@@ -88,14 +88,16 @@ impl RunFolder {
         let scalars = storage::read::<f32>("save", trainer.scalars.tensor())?.to_vec();
         optimizer.push(NamedTensor { name: "scalars".into(), shape: vec![scalars.len()], data: scalars });
         let json = serde_json::to_string_pretty(state).expect("plain numbers and texts") + "\n";
-        let files = [
-            (WEIGHTS, to_bytes(&weights)?),
-            (OPTIMIZER, to_bytes(&optimizer)?),
-            (STATE, json.into_bytes()),
-            (METRICS, self.metrics.clone()),
-            (PRESET, preset.as_bytes().to_vec()),
+        let files: [(&str, &dyn Fill); 5] = [
+            (WEIGHTS, &Tensors(&weights)),
+            (OPTIMIZER, &Tensors(&optimizer)),
+            (STATE, &json.as_bytes()),
+            (METRICS, &self.metrics),
+            (PRESET, &preset.as_bytes()),
         ];
         let place = steps::write(&self.path, state.step, &files)?;
+        // The copies of the moments are large; the model is copied next.
+        drop((weights, optimizer));
         self.write_model(trainer, "", companions)?;
         atomic::write(&self.path.join(PRESET), preset.as_bytes())?;
         atomic::write(&self.path.join("loss.svg"), self.svg()?.as_bytes())?;
