@@ -178,4 +178,25 @@ mod tests {
             assert_eq!(require_window("training", &corpus.train, context).is_ok(), fits || length + 1 == context + 1);
         }
     }
+
+    #[test]
+    fn tokens_that_stand_for_less_than_the_text_are_told() {
+        // The byte tokenizer in another spelling is a tokenizer.json; it takes the name of a special token for the token.
+        let dir = tempfile::tempdir().unwrap();
+        let json = dir.path().join("tokenizer.json");
+        std::fs::write(&json, format!(" {}", Tokenizer::bytes().to_json())).unwrap();
+        let tokenizer = Tokenizer::open(&json).unwrap();
+        assert!(!tokenizer.is_bytes());
+        let path = dir.path().join("a.txt");
+        let opened = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let source = path.to_str().unwrap().to_owned();
+            open(&Request { source, validation: 0.5, bytes: 0, any_bytes: false }, &tokenizer).unwrap()
+        };
+        let plain = opened("émoji 😀 and 漢字, all of it");
+        assert_eq!(plain.train.text_bytes() + plain.validation.text_bytes(), std::fs::metadata(&path).unwrap().len());
+        assert!(plain.notes.is_empty());
+        let note = opened("a<|endoftext|>b and then the other half is here").notes.concat();
+        assert!(note.contains("bytes of the 47 in the text"), "{note}");
+    }
 }
