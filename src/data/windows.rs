@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::tokens::Tokens;
 use crate::random::{Permutation, Purpose, Stream};
 
-/// A target that no loss counts (the same number as `ops::cross_entropy::IGNORE`; a test holds them equal).
+/// A target that no loss counts (the same number as `ops::cross_entropy::IGNORE`; `eval` does not compile if they differ).
 pub const IGNORE: u32 = u32::MAX;
 
 /// Tokens and what follows each of them.
