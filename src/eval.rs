@@ -9,6 +9,9 @@ use crate::model::gpt::{Batch, Gpt};
 use crate::ops::cross_entropy::IGNORE;
 use crate::ops::{ctx::Ctx, storage};
 
+// Windows come from data, which may not know ops: the two layers must mean the same target by this number.
+const _: () = assert!(crate::data::windows::IGNORE == IGNORE);
+
 /// What a text cost a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Evaluation {

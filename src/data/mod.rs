@@ -65,18 +65,29 @@ pub fn open(request: &Request, tokenizer: &Tokenizer) -> Result<Corpus> {
         let hint = known.unwrap_or_else(|| format!("give a file, a folder, or one of: {}", NAMED.join(", ")));
         return Err(Error::usage(format!("no data set, file or folder `{}`", request.source)).with_hint(hint));
     }
-    let splits = text::read(path, request.validation, request.any_bytes)?;
-    let tokens = |documents: Vec<Vec<u8>>| tokenize(documents, splits.documents, tokenizer, path);
+    let reading =
+        text::Reading { validation: request.validation, any_bytes: request.any_bytes, utf8: !tokenizer.is_bytes() };
+    let splits = text::read(path, reading)?;
+    let text = [&splits.train, &splits.validation].into_iter().flatten().map(Vec::len).sum::<usize>() as u64;
+    let documents = (splits.train.len() + splits.validation.len()) as u64;
+    let tokens = |documents: Vec<Vec<u8>>| tokenize(documents, splits.documents, tokenizer);
+    let (train, validation) = (tokens(splits.train)?, tokens(splits.validation)?);
+    let mut notes = Vec::new();
+    if splits.skipped > 0 {
+        notes.push(format!("{} files of {} are not text and were left out", splits.skipped, path.display()));
+    }
+    let told = train.text_bytes() + validation.text_bytes();
+    // Sentencepiece puts a space before each text; more than that is text that the tokenizer changes.
+    if told.abs_diff(text) > documents {
+        notes.push(format!("the tokens stand for {told} bytes of the {text} in the text; bits per byte count those"));
+    }
     Ok(Corpus {
         name: path.file_stem().map_or_else(|| request.source.clone(), |s| s.to_string_lossy().into_owned()),
-        train: tokens(splits.train)?,
-        validation: tokens(splits.validation)?,
+        train,
+        validation,
         entropy_bpb: None,
         source_bpb: None,
-        notes: match splits.skipped {
-            0 => Vec::new(),
-            n => vec![format!("{n} files of {} are not text and were left out", path.display())],
-        },
+        notes,
     })
 }
 
@@ -93,7 +104,7 @@ fn stories_corpus(bytes: u64, tokenizer: &Tokenizer) -> Result<Corpus> {
     let bits: f64 = held_out.iter().map(|s| s.bits).sum();
     let length: usize = held_out.iter().map(|s| s.text.len()).sum();
     let held_out = held_out.into_iter().map(|s| s.text.into_bytes()).collect();
-    let tokens = |documents| tokenize(documents, true, tokenizer, Path::new("stories"));
+    let tokens = |documents| tokenize(documents, true, tokenizer);
     Ok(Corpus {
         name: "stories".into(),
         train: tokens(documents)?,
@@ -104,7 +115,7 @@ fn stories_corpus(bytes: u64, tokenizer: &Tokenizer) -> Result<Corpus> {
     })
 }
 
-fn tokenize(documents: Vec<Vec<u8>>, separate: bool, tokenizer: &Tokenizer, path: &Path) -> Result<Tokens> {
+fn tokenize(mut documents: Vec<Vec<u8>>, separate: bool, tokenizer: &Tokenizer) -> Result<Tokens> {
     if tokenizer.is_bytes() {
         let lengths = documents.iter().map(Vec::len);
         let ends = lengths.scan(0, |at, n| {
@@ -112,14 +123,13 @@ fn tokenize(documents: Vec<Vec<u8>>, separate: bool, tokenizer: &Tokenizer, path
             Some(*at)
         });
         let ends = if separate { ends.collect() } else { Vec::new() };
-        return Ok(Tokens::bytes(documents.concat(), ends, tokenizer.end_of_text()));
+        // One text is taken as it is, not copied.
+        let text = if documents.len() == 1 { documents.swap_remove(0) } else { documents.concat() };
+        return Ok(Tokens::bytes(text, ends, tokenizer.end_of_text()));
     }
-    let encode = |text: &Vec<u8>| match std::str::from_utf8(text) {
-        Ok(text) => tokenizer.encode(text),
-        Err(e) => {
-            Err(Error::file(path, "UTF-8 text", format!("an invalid byte {} bytes into a document", e.valid_up_to()))
-                .with_hint("convert it to UTF-8, or train on bytes (without --tokenizer)"))
-        }
+    let encode = |text: &Vec<u8>| {
+        let text = std::str::from_utf8(text).map_err(|e| Error::failed(format!("text that is not UTF-8: {e}")))?;
+        tokenizer.encode(text)
     };
     let ids: Result<Vec<_>> = documents.par_iter().map(encode).collect();
     Ok(Tokens::ids(ids?, separate, tokenizer.end_of_text(), tokenizer.byte_lengths()))
@@ -167,5 +177,26 @@ mod tests {
                 open(&Request { validation: 0.0, ..request(path.to_str().unwrap()) }, &Tokenizer::bytes()).unwrap();
             assert_eq!(require_window("training", &corpus.train, context).is_ok(), fits || length + 1 == context + 1);
         }
+    }
+
+    #[test]
+    fn tokens_that_stand_for_less_than_the_text_are_told() {
+        // The byte tokenizer in another spelling is a tokenizer.json; it takes the name of a special token for the token.
+        let dir = tempfile::tempdir().unwrap();
+        let json = dir.path().join("tokenizer.json");
+        std::fs::write(&json, format!(" {}", Tokenizer::bytes().to_json())).unwrap();
+        let tokenizer = Tokenizer::open(&json).unwrap();
+        assert!(!tokenizer.is_bytes());
+        let path = dir.path().join("a.txt");
+        let opened = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let source = path.to_str().unwrap().to_owned();
+            open(&Request { source, validation: 0.5, bytes: 0, any_bytes: false }, &tokenizer).unwrap()
+        };
+        let plain = opened("émoji 😀 and 漢字, all of it");
+        assert_eq!(plain.train.text_bytes() + plain.validation.text_bytes(), std::fs::metadata(&path).unwrap().len());
+        assert!(plain.notes.is_empty());
+        let note = opened("a<|endoftext|>b and then the other half is here").notes.concat();
+        assert!(note.contains("bytes of the 47 in the text"), "{note}");
     }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::tokens::Tokens;
 use crate::random::{Permutation, Purpose, Stream};
 
-/// A target that no loss counts (the same number as `ops::cross_entropy::IGNORE`; a test holds them equal).
+/// A target that no loss counts (the same number as `ops::cross_entropy::IGNORE`; `eval` does not compile if they differ).
 pub const IGNORE: u32 = u32::MAX;
 
 /// Tokens and what follows each of them.
@@ -36,7 +36,8 @@ impl Windows {
     pub fn new(tokens: &Tokens, context: usize, seed: u64) -> Self {
         let starts = if tokens.has_documents() { document_starts(tokens, context) } else { Vec::new() };
         let per_epoch = if starts.is_empty() {
-            // With a phase of up to a context less one, this many windows and the last one's target always fit.
+            // One window less than fit, so that the phase has room for more than a context: an epoch leaves up to two
+            // contexts less one at its ends out, and other epochs take them.
             ((tokens.len().saturating_sub(1)) / context).saturating_sub(1).max(1)
         } else {
             starts.len()
@@ -57,7 +58,8 @@ impl Windows {
             return self.cut(*start);
         }
         let room = (self.tokens.len() - 1).saturating_sub(self.per_epoch as usize * self.context);
-        let phases = room.min(self.context - 1) as u64 + 1;
+        // Every phase with room for all windows: a smaller range would never reach the end of the text.
+        let phases = room as u64 + 1;
         let phase = u64::from(Stream::new(self.seed, Purpose::Phase).word(epoch, 0)) % phases;
         self.cut(index * self.context + phase as usize)
     }
@@ -154,28 +156,48 @@ mod tests {
         Tokens::bytes(text, ends, 256)
     }
 
+    /// A text in which every token tells its place.
+    fn numbered(n: usize) -> Tokens {
+        Tokens::ids(vec![(0..n as u32).collect()], false, 0, Vec::new())
+    }
+
     #[test]
     fn an_epoch_of_plain_text_is_disjoint_and_epochs_differ() {
-        for (n, context) in [(9, 8), (17, 8), (100, 8), (101, 7), (1000, 13)] {
-            let windows = Windows::new(&plain(n), context, 5);
-            let mut starts = Vec::new();
-            for cursor in 0..windows.per_epoch() {
-                let w = windows.window(cursor);
-                assert_eq!((w.inputs.len(), w.targets.len()), (context, context));
-                assert!(!w.targets.contains(&IGNORE), "plain windows are whole");
-                assert_eq!(w.inputs[1..], w.targets[..context - 1]);
-                starts.push(w.inputs.clone());
+        for (n, context) in [(9, 8), (10, 8), (16, 8), (17, 8), (18, 8), (100, 8), (101, 7), (1000, 13), (50, 1)] {
+            let windows = Windows::new(&numbered(n), context, 5);
+            let epoch = |e: u64| -> Vec<Window> {
+                (e * windows.per_epoch()..(e + 1) * windows.per_epoch()).map(|c| windows.window(c)).collect()
+            };
+            for e in 0..20 {
+                let mut targets = Vec::new();
+                for w in epoch(e) {
+                    assert_eq!((w.inputs.len(), w.targets.len()), (context, context));
+                    assert!(w.inputs.iter().zip(&w.targets).all(|(i, t)| i + 1 == *t), "what follows is the target");
+                    targets.extend(w.targets);
+                }
+                let count = targets.len();
+                targets.sort_unstable();
+                targets.dedup();
+                assert_eq!(targets.len(), count, "n {n}: a target twice in an epoch");
+                assert!(n - 1 - count < 2 * context, "n {n}: an epoch leaves {} out", n - 1 - count);
             }
-            let first: Vec<_> = (0..windows.per_epoch()).map(|c| windows.window(c)).collect();
-            let again: Vec<_> = (0..windows.per_epoch()).map(|c| windows.window(c)).collect();
-            assert_eq!(first, again);
+            assert_eq!(epoch(3), epoch(3));
             if windows.per_epoch() > 8 {
-                let second: Vec<_> =
-                    (0..windows.per_epoch()).map(|c| windows.window(c + windows.per_epoch())).collect();
-                assert_ne!(first, second, "epochs must differ");
-                starts.sort();
-                starts.dedup();
+                assert_ne!(epoch(0), epoch(1), "epochs must differ");
             }
+        }
+    }
+
+    #[test]
+    fn every_token_of_a_plain_text_is_trained_on_in_some_epoch() {
+        for (n, context) in [(9, 8), (15, 8), (16, 8), (23, 8), (24, 8), (25, 8), (103, 8)] {
+            let windows = Windows::new(&numbered(n), context, 5);
+            let mut seen = vec![false; n];
+            for cursor in 0..windows.per_epoch() * 400 {
+                windows.window(cursor).targets.iter().for_each(|t| seen[*t as usize] = true);
+            }
+            let never: Vec<usize> = (1..n).filter(|i| !seen[*i]).collect();
+            assert!(never.is_empty(), "n {n}: never a target: {never:?}");
         }
     }
 

@@ -74,4 +74,25 @@ mod tests {
         assert_eq!(stream.push(&[b'a', 0xFF, b'b', 0xC3]), "a\u{FFFD}b");
         assert_eq!(stream.push(b"c"), "\u{FFFD}c");
     }
+
+    #[test]
+    fn broken_text_reads_the_same_however_it_arrives() {
+        let broken: [&[u8]; 5] = [
+            b"a\xE2\x82b\xF0\x9F\x98",
+            b"\xF0\x9F\x98\x80\xC3\xFF\xE2\x82\xAC\xC3",
+            b"\xED\xA0\x80x\xF4\x90\x80\x80",
+            b"\x80\x80\xC0\xAFz\xE2",
+            b"\0\xF0\x80\x80\x80",
+        ];
+        for bytes in broken {
+            let whole = String::from_utf8_lossy(bytes);
+            for a in 0..=bytes.len() {
+                for b in a..=bytes.len() {
+                    let mut stream = Utf8::default();
+                    let text = [&bytes[..a], &bytes[a..b], &bytes[b..]].map(|p| stream.push(p)).concat();
+                    assert_eq!(text + &stream.finish(), whole, "{bytes:?} at {a}, {b}");
+                }
+            }
+        }
+    }
 }
