@@ -66,11 +66,6 @@ impl Engine {
         self.model.bytes()
     }
 
-    /// Bytes of the buffers of a step, as far as they have grown.
-    pub fn workspace_bytes(&self) -> usize {
-        self.workspace.bytes()
-    }
-
     /// Ops launched and weight bytes read since the last call.
     pub fn take_counts(&mut self) -> Counts {
         self.ctx.take_counts()

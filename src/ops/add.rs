@@ -28,7 +28,11 @@ pub fn copy(ctx: &mut Ctx, x: &Tensor) -> Result<Value> {
     ctx.launch(0);
     let from = storage::read::<f32>("copy", x)?;
     let mut to = ctx.vec::<f32>(from.len());
-    let from: &[f32] = &from;
-    to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
+    copy_to(&from, &mut to);
     Ok(ctx.value(to, x.shape()))
+}
+
+/// Copies a slice to another of its length, in parallel.
+pub(super) fn copy_to(from: &[f32], to: &mut [f32]) {
+    to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
 }

@@ -1,9 +1,8 @@
 //! The linear layer's three products: y = x W^T, dx = dy W, dW = dy^T x. Called by `nn::linear`.
 
 use candle_core::Tensor;
-use rayon::prelude::*;
 
-use super::add::CHUNK;
+use super::add;
 use super::ctx::{Ctx, Value};
 use super::gemm::{Matrix, Store, gemm};
 use super::storage;
@@ -23,9 +22,7 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, residual: Option<&Ten
     let store = match residual {
         None => Store::Set,
         Some(residual) => {
-            let residual = storage::read::<f32>("linear", residual)?;
-            let from: &[f32] = &residual;
-            y.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(y, r)| y.copy_from_slice(r));
+            add::copy_to(&storage::read::<f32>("linear", residual)?, &mut y);
             Store::Add
         }
     };

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::device;
-use crate::engine::{Engine, RowSettings, Sampling};
+use crate::engine::{RowSettings, Sampling};
 use crate::error::{Error, Result};
 use crate::model::gpt::{Batch, Gpt};
 use crate::ops::{ctx::Ctx, simd::Family};
@@ -12,7 +12,7 @@ use crate::random::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::trainer::step::Trainer;
 
-use super::{plan, run_folder};
+use super::{plan, sample};
 
 /// What `gpt bench` was asked to do.
 #[derive(Clone, Debug)]
@@ -100,12 +100,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
 pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
     let preset = preset(config)?;
     let shape = preset.gpt_config(Tokenizer::bytes().vocab_size())?;
-    let tensors = run_folder::tensors(&Gpt::random(&shape, 0)?)?;
-    let mut engine = Engine::new(Ctx::cpu(config.family), &shape, |name, _| {
-        let found = tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
-        found.ok_or_else(|| Error::op("bench", "every weight", format!("no {name}")))
-    })?;
-    drop(tensors);
+    let mut engine = sample::engine(&Gpt::random(&shape, 0)?, config.family)?;
     let settings = RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
     let mut rows = Vec::new();
     for row in 0..config.batch {

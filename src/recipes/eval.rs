@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::plan;
 use super::report::{Event, Report};
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::{self, tokens::Tokens, windows};
@@ -110,11 +111,11 @@ fn request(config: &EvalConfig, place: &Path) -> Result<data::Request> {
                 .with_hint("name a text with --data"));
         }
     };
+    let own = plan::request(&preset);
     Ok(data::Request {
-        source: config.data.clone().unwrap_or(preset.data.source),
-        validation: config.validation.unwrap_or(preset.data.validation),
-        bytes: preset.data.bytes,
-        any_bytes: preset.data.allow_binary,
+        source: config.data.clone().unwrap_or(own.source),
+        validation: config.validation.unwrap_or(own.validation),
+        ..own
     })
 }
 

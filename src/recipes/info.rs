@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::plan;
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::{self, stories};
 use crate::error::Result;
@@ -41,8 +42,8 @@ pub fn data(source: &str, validation: f64, tokenizer: Option<&PathBuf>) -> Resul
         Some(path) => Tokenizer::open(path)?,
         None => Tokenizer::bytes(),
     };
-    let defaults = Preset::load("tiny")?.data;
-    let request = data::Request { source: source.into(), validation, bytes: defaults.bytes, any_bytes: false };
+    let defaults = plan::request(&Preset::load("tiny")?);
+    let request = data::Request { source: source.into(), validation, ..defaults };
     let corpus = data::open(&request, &tokenizer)?;
     let split = |name, tokens: &data::tokens::Tokens| Split {
         name,

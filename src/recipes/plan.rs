@@ -81,15 +81,7 @@ pub fn resolve(
     preset.validate()?;
     // What could not be written at the end is refused at the start.
     config_json::write(&gpt_config, tokenizer.end_of_text())?;
-    let corpus = data::open(
-        &data::Request {
-            source: preset.data.source.clone(),
-            validation: preset.data.validation,
-            bytes: preset.data.bytes,
-            any_bytes: preset.data.allow_binary,
-        },
-        &tokenizer,
-    )?;
+    let corpus = data::open(&request(&preset), &tokenizer)?;
     corpus.notes.iter().for_each(|note| report.event(Event::Note(note.clone())));
     let context = gpt_config.max_position_embeddings;
     data::require_window("training", &corpus.train, context)?;
@@ -154,6 +146,12 @@ fn preset(config: &TrainConfig, step: Option<&StepFolder>, report: &mut dyn Repo
 fn apply(preset: &mut Preset, given: &[(String, String)], report: &mut dyn Report) -> Result<()> {
     preset.apply(given)?.into_iter().for_each(|note| report.event(Event::Note(note)));
     Ok(())
+}
+
+/// The data that a preset asks for.
+pub(super) fn request(preset: &Preset) -> data::Request {
+    let d = &preset.data;
+    data::Request { source: d.source.clone(), validation: d.validation, bytes: d.bytes, any_bytes: d.allow_binary }
 }
 
 fn tokenizer(preset: &Preset) -> Result<Tokenizer> {

@@ -216,15 +216,18 @@ fn overlap(text: &str, stop: &str) -> usize {
     starts.filter(|at| text.ends_with(&stop[..*at])).max().unwrap_or(0)
 }
 
+/// An engine over a copy of a model's weights.
+pub fn engine(model: &Gpt, family: Family) -> Result<Engine> {
+    let tensors = run_folder::tensors(model)?;
+    Engine::new(Ctx::cpu(family), &model.config, |name, _| {
+        let found = tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
+        found.ok_or_else(|| Error::op("engine", "every weight of the model", format!("no {name}")))
+    })
+}
+
 /// One short text from a model in training.
 pub fn from_model(model: &Gpt, family: Family, tokenizer: &Tokenizer, start: u32) -> Result<String> {
-    let tensors = run_folder::tensors(model)?;
-    let mut engine = Engine::new(Ctx::cpu(family), &model.config, |name, _| {
-        let found = tensors.iter().find(|t| t.name == name);
-        found
-            .map(|t| t.data.clone())
-            .ok_or_else(|| Error::op("sample", "every weight of the model", format!("no {name}")))
-    })?;
+    let mut engine = engine(model, family)?;
     let sampling = Sampling { temperature: 0.8, ..Sampling::default() };
     let settings = RowSettings { sampling, stop: vec![tokenizer.end_of_text()], ..RowSettings::default() };
     let mut row = engine.row(&[start], settings)?;

@@ -110,13 +110,6 @@ impl Workspace {
         Self { sizes, lanes, frequencies, x, normed, qkv, query, angles, attention, gate_up, activation, logits }
     }
 
-    /// Bytes of the buffers.
-    pub fn bytes(&self) -> usize {
-        let buffers = [&self.x, &self.normed, &self.qkv, &self.query, &self.angles];
-        let more = [&self.attention, &self.gate_up, &self.activation, &self.logits];
-        buffers.iter().chain(&more).map(|b| 4 * b.capacity()).sum()
-    }
-
     /// Makes room for the lanes of a step and computes their angles, in f64 at any position.
     fn begin(&mut self, lanes: &[Lane]) {
         let Sizes { heads, hidden_size, intermediate_size, .. } = self.sizes;

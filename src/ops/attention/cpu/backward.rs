@@ -57,34 +57,23 @@ struct Scratch<'a> {
 }
 
 impl<'a> Scratch<'a> {
+    /// The parts in the order of `scratch`.
     fn of(parts: [&'a mut [f32]; 12]) -> Self {
-        let [
-            keys_t,
-            values_t,
-            keys,
-            dkeys,
-            dvalues,
-            queries,
-            dout,
-            query_panels,
-            dout_panels,
-            dqueries,
-            scores,
-            dscores,
-        ] = parts;
+        let mut parts = parts.into_iter();
+        let mut next = || parts.next().expect("there are as many fields as parts");
         Self {
-            keys_t,
-            values_t,
-            keys,
-            dkeys,
-            dvalues,
-            queries,
-            dout,
-            query_panels,
-            dout_panels,
-            dqueries,
-            scores,
-            dscores,
+            keys_t: next(),
+            values_t: next(),
+            keys: next(),
+            dkeys: next(),
+            dvalues: next(),
+            queries: next(),
+            dout: next(),
+            query_panels: next(),
+            dout_panels: next(),
+            dqueries: next(),
+            scores: next(),
+            dscores: next(),
         }
     }
 }
