@@ -200,7 +200,7 @@ pub struct BenchArgs {
     /// Tokens of a window
     #[arg(long, value_name = "T", default_value_t = 256)]
     pub context: usize,
-    /// f32
+    /// What the products of training multiply: f32, bf16 or auto
     #[arg(long, value_name = "DTYPE", default_value = "f32")]
     pub dtype: String,
     /// Steps timed

@@ -160,12 +160,9 @@ fn presets(name: Option<&str>, global: &Global) -> Result<()> {
 
 fn bench_command(command: BenchCommand, global: &Global, family: Family) -> Result<()> {
     let config = |args: BenchArgs| -> Result<bench::BenchConfig> {
-        let mut preset = Preset::load(&args.preset)?;
-        preset.train.dtype.clone_from(&args.dtype);
-        preset.validate()?;
         let given = flags::checked(&flags::pairs(&args.set)?)?;
-        let BenchArgs { preset, batch, context, steps, .. } = args;
-        Ok(bench::BenchConfig { preset, given, batch, context, steps, family })
+        let BenchArgs { preset, batch, context, dtype, steps, .. } = args;
+        Ok(bench::BenchConfig { preset, given, batch, context, dtype, steps, family })
     };
     let summary = match command {
         BenchCommand::Train(args) => bench::train(&config(args)?)?,

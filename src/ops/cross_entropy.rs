@@ -53,9 +53,7 @@ pub fn forward(
         None => None,
     };
     let head = Matrix::new(&w, v, c);
-    let width = gemm::panel_width(ctx.family(), v);
-    let mut packed = ctx.vec(gemm::packed_len(head.t(), width));
-    gemm::pack(head.t(), width, &mut packed);
+    let packed = gemm::pack(ctx, head.t());
     let rows = (CHUNK_LOGITS / v).clamp(64, 1024);
     let mut nll = ctx.vec::<f32>(n);
     let mut dx = gradient.is_some().then(|| ctx.vec::<f32>(n * c));
@@ -76,7 +74,7 @@ pub fn forward(
         }
         ctx.recycle(logits);
     }
-    ctx.recycle(packed);
+    packed.recycle(ctx);
     let sum: f64 = nll.iter().map(|x| f64::from(*x)).sum();
     let mut loss = ctx.vec(1);
     loss[0] = (sum * f64::from(scale)) as f32;

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Shape, Tensor};
 
+use super::gemm::Precision;
 use super::simd::Family;
 use super::storage::{self, Element};
 use crate::error::Result;
@@ -25,6 +26,7 @@ pub struct Counts {
 pub struct Ctx {
     device: Device,
     family: Family,
+    precision: Precision,
     free: Arc<Mutex<FreeList>>,
     counts: Counts,
 }
@@ -33,13 +35,14 @@ impl Ctx {
     /// A context for the CPU with that family of kernels, which must be available.
     pub fn cpu(family: Family) -> Self {
         assert!(family.available(), "{} kernels cannot run on this CPU", family.name());
-        Self { device: Device::Cpu, family, free: Arc::default(), counts: Counts::default() }
+        let (precision, counts) = (Precision::F32, Counts::default());
+        Self { device: Device::Cpu, family, precision, free: Arc::default(), counts }
     }
 
     /// Another context over the same device and free list, for work that runs beside this one's; its counters are its own.
     pub fn fork(&self) -> Self {
         let (device, free) = (self.device.clone(), Arc::clone(&self.free));
-        Self { device, family: self.family, free, counts: Counts::default() }
+        Self { device, family: self.family, precision: self.precision, free, counts: Counts::default() }
     }
 
     pub fn device(&self) -> &Device {
@@ -48,6 +51,15 @@ impl Ctx {
 
     pub fn family(&self) -> Family {
         self.family
+    }
+
+    /// What matrix products multiply in.
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    pub fn set_precision(&mut self, precision: Precision) {
+        self.precision = precision;
     }
 
     /// Notes one launch of an op that reads `weight_bytes` of weights.

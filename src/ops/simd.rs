@@ -9,6 +9,8 @@ use crate::error::{Error, Result};
 /// A set of CPU kernels. The names are those of `--cpu-kernels`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
+    /// AVX-512 with dot products of bf16; everything else as `Avx512`, bit for bit.
+    Avx512Bf16,
     Avx512,
     Avx2,
     Neon,
@@ -16,10 +18,12 @@ pub enum Family {
 }
 
 impl Family {
-    pub const ALL: [Family; 4] = [Family::Avx512, Family::Avx2, Family::Neon, Family::Portable];
+    pub const ALL: [Family; 5] =
+        [Family::Avx512Bf16, Family::Avx512, Family::Avx2, Family::Neon, Family::Portable];
 
     pub fn name(self) -> &'static str {
         match self {
+            Family::Avx512Bf16 => "avx512bf16",
             Family::Avx512 => "avx512",
             Family::Avx2 => "avx2",
             Family::Neon => "neon",
@@ -30,6 +34,8 @@ impl Family {
     /// Whether this machine can run the family.
     pub fn available(self) -> bool {
         match self {
+            #[cfg(target_arch = "x86_64")]
+            Family::Avx512Bf16 => Family::Avx512.available() && is_x86_feature_detected!("avx512bf16"),
             #[cfg(target_arch = "x86_64")]
             Family::Avx512 => {
                 is_x86_feature_detected!("avx512f")
@@ -42,7 +48,7 @@ impl Family {
             #[cfg(target_arch = "x86_64")]
             Family::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(not(target_arch = "x86_64"))]
-            Family::Avx512 | Family::Avx2 => false,
+            Family::Avx512Bf16 | Family::Avx512 | Family::Avx2 => false,
             Family::Neon => cfg!(target_arch = "aarch64"),
             Family::Portable => true,
         }
@@ -95,42 +101,42 @@ impl Simd for Plain {
 /// `simd_fn! { pub fn name<S>(args) -> R { body } }` makes `pub fn name(family, args) -> R` that runs the body compiled
 /// for that family. Inside, `S: Simd` gives `S::fma`; helpers called from the body must be `#[inline(always)]`, or
 /// they are compiled for the baseline, and so are closures given to iterator methods (`for_each`, `map`): write loops.
-/// Const parameters may follow `S`.
+/// Types, as `type E: Bound`, and const parameters may follow `S`.
 macro_rules! simd_fn {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident<$s:ident $(, const $g:ident: usize)*>
+    ($(#[$meta:meta])* $vis:vis fn $name:ident<$s:ident $(, type $t:ident: $bound:ident)* $(, const $g:ident: usize)*>
      ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name<$(const $g: usize),*>(family: $crate::ops::simd::Family, $($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name<$($t: $bound,)* $(const $g: usize),*>(family: $crate::ops::simd::Family, $($arg: $ty),*) $(-> $ret)? {
             // Loops over indices with constant bounds are what becomes vector code; not every body multiplies.
             #[allow(clippy::too_many_arguments, clippy::needless_range_loop, clippy::extra_unused_type_parameters)]
             #[inline(always)]
-            fn body<$s: $crate::ops::simd::Simd $(, const $g: usize)*>($($arg: $ty),*) $(-> $ret)? $body
+            fn body<$s: $crate::ops::simd::Simd $(, $t: $bound)* $(, const $g: usize)*>($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             #[allow(clippy::too_many_arguments)]
             #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
-            fn avx512<$(const $g: usize),*>($($arg: $ty),*) $(-> $ret)? {
-                body::<$crate::ops::simd::Fused $(, $g)*>($($arg),*)
+            fn avx512<$($t: $bound,)* $(const $g: usize),*>($($arg: $ty),*) $(-> $ret)? {
+                body::<$crate::ops::simd::Fused $(, $t)* $(, $g)*>($($arg),*)
             }
 
             #[cfg(target_arch = "x86_64")]
             #[allow(clippy::too_many_arguments)]
             #[target_feature(enable = "avx2,fma")]
-            fn avx2<$(const $g: usize),*>($($arg: $ty),*) $(-> $ret)? {
-                body::<$crate::ops::simd::Fused $(, $g)*>($($arg),*)
+            fn avx2<$($t: $bound,)* $(const $g: usize),*>($($arg: $ty),*) $(-> $ret)? {
+                body::<$crate::ops::simd::Fused $(, $t)* $(, $g)*>($($arg),*)
             }
 
             match family {
                 // SAFETY: the family comes from a `Ctx`, whose constructor asserts `available`: this CPU has every
                 // feature enabled here.
                 #[cfg(target_arch = "x86_64")]
-                $crate::ops::simd::Family::Avx512 => unsafe { avx512::<$($g),*>($($arg),*) },
+                $crate::ops::simd::Family::Avx512Bf16 | $crate::ops::simd::Family::Avx512 => unsafe { avx512::<$($t,)* $($g),*>($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::ops::simd::Family::Avx2 => unsafe { avx2::<$($g),*>($($arg),*) },
-                $crate::ops::simd::Family::Neon => body::<$crate::ops::simd::Fused $(, $g)*>($($arg),*),
-                _ => body::<$crate::ops::simd::Plain $(, $g)*>($($arg),*),
+                $crate::ops::simd::Family::Avx2 => unsafe { avx2::<$($t,)* $($g),*>($($arg),*) },
+                $crate::ops::simd::Family::Neon => body::<$crate::ops::simd::Fused $(, $t)* $(, $g)*>($($arg),*),
+                _ => body::<$crate::ops::simd::Plain $(, $t)* $(, $g)*>($($arg),*),
             }
         }
     };

@@ -285,11 +285,7 @@ impl Preset {
         let t = &self.train;
         one_of("optimizer.kind", &self.optimizer.kind, &["adamw", "muon"])?;
         one_of("schedule.kind", &self.schedule.kind, &["cosine", "linear", "wsd", "constant"])?;
-        if t.dtype == "bf16" || t.dtype == "f16" {
-            let what = format!("train.dtype is {}, but this version trains in f32 only", t.dtype);
-            return Err(Error::usage(what).with_hint("use --dtype f32, or auto for the fastest that there is"));
-        }
-        one_of("train.dtype", &t.dtype, &["auto", "f32"])?;
+        one_of("train.dtype", &t.dtype, &["auto", "f32", "bf16"])?;
         if t.steps == 0 && t.epochs == 0.0 && t.tokens == 0 {
             let what = "the run has no length: steps, epochs and tokens are all 0";
             return Err(Error::usage(what).with_hint("give --steps, --epochs or --tokens"));
@@ -362,7 +358,7 @@ mod tests {
             ("model.model_type", "gpt5"),
             ("model.rope_theta", "0"),
             ("train.dtype", "f8"),
-            ("train.dtype", "bf16"),
+            ("train.dtype", "f16"),
             ("optimizer.beta1", "1.5"),
             ("optimizer.kind", "adamv"),
             ("optimizer.weight_decay", "-1"),

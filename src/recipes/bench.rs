@@ -21,6 +21,8 @@ pub struct BenchConfig {
     pub given: Vec<(String, String)>,
     pub batch: usize,
     pub context: usize,
+    /// Of the products of training: f32, bf16 or auto.
+    pub dtype: String,
     /// Steps that are timed, after a few that are not.
     pub steps: usize,
     pub family: Family,
@@ -61,6 +63,7 @@ fn preset(config: &BenchConfig) -> Result<Preset> {
     preset.set("model.max_position_embeddings", &config.context.to_string())?;
     // What other tools train with; --set optimizer.kind=muon times the presets' own.
     preset.set("optimizer.kind", "adamw")?;
+    preset.set("train.dtype", &config.dtype)?;
     config.given.iter().try_for_each(|(key, value)| preset.set(key, value))?;
     if config.batch == 0 || config.steps == 0 {
         return Err(Error::usage("--batch and --steps must be above 0"));
@@ -76,7 +79,10 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     let shape = preset.gpt_config(vocab)?;
     let mut model = Gpt::random(&shape, 0)?;
     model.recompute = preset.train.recompute;
-    let mut trainer = Trainer::new(Ctx::cpu(config.family), model, plan::optimizer(&preset)?, preset.model.dropout, 0)?;
+    let mut ctx = Ctx::cpu(config.family);
+    let precision = plan::precision(&preset, config.family);
+    ctx.set_precision(precision);
+    let mut trainer = Trainer::new(ctx, model, plan::optimizer(&preset)?, preset.model.dropout, 0)?;
     let tokens = config.batch * config.context;
     let batch =
         Batch { inputs: numbers(tokens, 256), targets: numbers(tokens + 1, 256)[1..].to_vec(), seq: config.context };
@@ -93,7 +99,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     let flops = shape.training_flops_per_token(config.context) * tokens as f64;
     // Optimizer traffic: weight, gradient and two moments read, three of them written.
     let bytes = 4.0 * 7.0 * shape.parameters() as f64;
-    Ok(summary("train", config, &shape, tokens as f64 / seconds, seconds, flops, bytes))
+    Ok(summary(("train", precision.name()), config, &shape, tokens as f64 / seconds, seconds, flops, bytes))
 }
 
 /// Greedy decoding of `batch` rows that begin with one token each.
@@ -117,11 +123,11 @@ pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
     let seconds = median(times);
     let flops = 2.0 * shape.parameters() as f64 * config.batch as f64;
     let bytes = engine.weight_bytes() as f64;
-    Ok(summary("decode", config, &shape, config.batch as f64 / seconds, seconds, flops, bytes))
+    Ok(summary(("decode", "f32"), config, &shape, config.batch as f64 / seconds, seconds, flops, bytes))
 }
 
 fn summary(
-    mode: &'static str,
+    (mode, dtype): (&'static str, &'static str),
     config: &BenchConfig,
     shape: &crate::model::config::GptConfig,
     tokens_per_second: f64,
@@ -135,7 +141,7 @@ fn summary(
         parameters: shape.parameters(),
         batch: config.batch,
         context: config.context,
-        dtype: "f32",
+        dtype,
         device: "cpu",
         kernels: config.family.name(),
         threads: rayon::current_num_threads(),

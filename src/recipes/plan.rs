@@ -14,6 +14,7 @@ use crate::data::{self, Corpus, windows::Windows};
 use crate::device;
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
+use crate::ops::{gemm::Precision, simd::Family};
 use crate::preset::Preset;
 use crate::tokenizer::Tokenizer;
 use crate::trainer::fit::Plan;
@@ -79,6 +80,7 @@ pub fn resolve(
         }
     };
     preset.validate()?;
+    preset.train.dtype = precision(&preset, config.family).name().into();
     // What could not be written at the end is refused at the start.
     config_json::write(&gpt_config, tokenizer.end_of_text())?;
     let corpus = data::open(&request(&preset), &tokenizer)?;
@@ -199,6 +201,15 @@ fn schedule(preset: &Preset, context: usize, windows_per_epoch: u64) -> Result<S
         final_fraction: s.final_fraction,
         decay_fraction: s.decay_fraction,
     })
+}
+
+/// What the preset's dtype means on this machine.
+pub(super) fn precision(preset: &Preset, family: Family) -> Precision {
+    match preset.train.dtype.as_str() {
+        "bf16" => Precision::Bf16,
+        "f32" => Precision::F32,
+        _ => Precision::fastest(family),
+    }
 }
 
 pub(super) fn optimizer(preset: &Preset) -> Result<Settings> {

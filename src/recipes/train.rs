@@ -115,7 +115,8 @@ fn trainer(
         _ => Gpt::random(&resolved.config, preset.train.seed)?,
     };
     model.recompute = preset.train.recompute;
-    let ctx = Ctx::cpu(config.family);
+    let mut ctx = Ctx::cpu(config.family);
+    ctx.set_precision(plan::precision(preset, config.family));
     let mut trainer = Trainer::new(ctx, model, resolved.optimizer, preset.model.dropout, preset.train.seed)?;
     let Some(step) = step else { return Ok((trainer, Best::default())) };
     let state = folder.restore(step, &mut trainer)?;
@@ -179,10 +180,8 @@ impl Run<'_> {
             taken += w.inputs.len();
             taken <= most.max(w.inputs.len())
         });
-        trainer.swap_average()?;
-        let evaluation = eval::evaluate(&mut trainer.ctx, &trainer.model, windows);
-        trainer.swap_average()?;
-        Ok(Some(evaluation?).filter(|e| e.tokens > 0))
+        let evaluation = trainer.as_exported(|ctx, model| eval::evaluate(ctx, model, windows))?;
+        Ok(Some(evaluation).filter(|e| e.tokens > 0))
     }
 
     fn tokens_per_second(&self, step: u64) -> f64 {
@@ -222,11 +221,8 @@ impl Run<'_> {
 
     /// A short text from the weights as they are validated.
     fn sample(&mut self, trainer: &mut Trainer) -> Result<String> {
-        trainer.swap_average()?;
-        let text =
-            sample::from_model(&trainer.model, trainer.ctx.family(), &self.resolved.tokenizer, self.companions.start);
-        trainer.swap_average()?;
-        text
+        let (tokenizer, start) = (&self.resolved.tokenizer, self.companions.start);
+        trainer.as_exported(|ctx, model| sample::from_model(model, ctx.family(), tokenizer, start))
     }
 }
 

@@ -11,6 +11,7 @@ use crate::model::gpt::{Batch, Gpt, Source};
 use crate::nn::dropout::Dropout;
 use crate::nn::parameter::{NamedTensor, Parameter};
 use crate::ops::ctx::Ctx;
+use crate::ops::gemm::Precision;
 use crate::ops::guard::{self, Guard};
 use crate::ops::scalars::{Scalar, Scalars};
 use crate::ops::{gradient_norm, storage};
@@ -126,6 +127,17 @@ impl Trainer {
             }
         }
         Ok(())
+    }
+
+    /// Runs `f` on the model as it is exported: with the averaged weights, if they are kept, and products in f32.
+    pub fn as_exported<R>(&mut self, f: impl FnOnce(&mut Ctx, &Gpt) -> Result<R>) -> Result<R> {
+        let precision = self.ctx.precision();
+        self.swap_average()?;
+        self.ctx.set_precision(Precision::F32);
+        let result = f(&mut self.ctx, &self.model);
+        self.ctx.set_precision(precision);
+        self.swap_average()?;
+        result
     }
 
     /// Puts the averaged weights in place of the trained ones, or back: the same call undoes itself. Nothing without EMA.

@@ -165,7 +165,7 @@ fn max_rows(family: Family) -> usize {
 /// Columns of a tile of that many rows: enough chains to hide the latency of fma, few enough for the registers.
 fn tile_width(family: Family, rows: usize) -> usize {
     match (family, rows) {
-        (Family::Avx512, _) => 64,
+        (Family::Avx512Bf16 | Family::Avx512, _) => 64,
         (Family::Portable, 1) => 32,
         (Family::Portable, 2) => 16,
         (Family::Portable, _) => 8,

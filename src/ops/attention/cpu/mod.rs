@@ -73,13 +73,13 @@ impl Plan {
     /// Packs the transposed rows, `[T / width][D][width]`: the right side of a product that gives a row of keys.
     fn pack_keys(&self, head: Matrix, packed: &mut [f32]) {
         let panels = packed.chunks_exact_mut(self.shape.heads.dim * self.key_width).enumerate();
-        panels.for_each(|(panel, packed)| pack_panel(head.t(), panel, self.key_width, packed));
+        panels.for_each(|(panel, packed)| pack_panel(self.family, head.t(), panel, self.key_width, packed));
     }
 
     /// Packs rows as they are, `[padded / width][rows][width]`: the right side of a product that gives a row of a head.
     fn pack_rows(&self, rows: Matrix, packed: &mut [f32]) {
         let panels = packed[..rows.rows * self.padded].chunks_exact_mut(rows.rows * self.dim_width).enumerate();
-        panels.for_each(|(panel, packed)| pack_panel(rows, panel, self.dim_width, packed));
+        panels.for_each(|(panel, packed)| pack_panel(self.family, rows, panel, self.dim_width, packed));
     }
 
     /// Products of rows of a head, lying close, with the keys of a meeting: its rows of `to`, of stride `KEYS`.

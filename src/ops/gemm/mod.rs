@@ -1,0 +1,323 @@
+//! The matrix product of training: packed panels, register tiles, one chain of additions for each output.
+//!
+//! Called by linear, cross_entropy, attention and muon. Each element of C is summed over k by one task, in blocks of
+//! `K_BLOCK` in index order, so the result does not depend on the number of threads. Layout and tile sizes follow
+//! Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): B is packed into panels
+//! `[n / width][k][width]`; A is read where it lies or copied tile by tile. Operands and C are f32 in memory; the
+//! factors of the products are f32 or, with `Precision::Bf16`, rounded to bf16 while they are packed.
+
+mod factor;
+mod pack;
+mod tile;
+
+use rayon::prelude::*;
+
+pub use factor::{Bf16x2, Factor};
+pub use pack::pack_panel;
+pub use tile::{Tile, multiply_panel};
+
+use super::ctx::Ctx;
+use super::simd::Family;
+use pack::with_row_tiles;
+use tile::multiply_tiles;
+
+/// The type of the factors that a product multiplies; sums are f32 with both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Precision {
+    #[default]
+    F32,
+    /// Operands rounded to bf16, to nearest and ties to even.
+    Bf16,
+}
+
+impl Precision {
+    pub fn name(self) -> &'static str {
+        match self {
+            Precision::F32 => "f32",
+            Precision::Bf16 => "bf16",
+        }
+    }
+
+    /// bf16 where the CPU multiplies it faster than f32.
+    pub fn fastest(family: Family) -> Self {
+        if family == Family::Avx512Bf16 { Precision::Bf16 } else { Precision::F32 }
+    }
+}
+
+/// Whether an op overwrites its output or adds to it: a gradient's first write and its later ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Store {
+    Set,
+    Add,
+}
+
+impl Store {
+    /// Overwrites or adds one element; a loop over it is split in two, since the choice is the same all along.
+    #[inline(always)]
+    pub(super) fn put(self, to: &mut f32, x: f32) {
+        *to = if self == Store::Add { *to + x } else { x };
+    }
+}
+
+/// A borrowed matrix; element (i, j) is `data[i * row_stride + j * col_stride]`.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    pub data: &'a [f32],
+    pub rows: usize,
+    pub cols: usize,
+    pub row_stride: usize,
+    pub col_stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// A row-major matrix that fills `data`.
+    pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        assert_eq!(data.len(), rows * cols, "{rows} x {cols}");
+        Self { data, rows, cols, row_stride: cols, col_stride: 1 }
+    }
+
+    /// The transposed view.
+    pub fn t(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+
+    /// Rows `start..end`.
+    pub fn rows(self, start: usize, end: usize) -> Self {
+        Self { data: &self.data[(start * self.row_stride).min(self.data.len())..], rows: end - start, ..self }
+    }
+
+    /// Columns `start..end`.
+    fn columns(self, start: usize, end: usize) -> Self {
+        Self { data: &self.data[(start * self.col_stride).min(self.data.len())..], cols: end - start, ..self }
+    }
+
+    /// Panics unless every element lies inside `data`; the tiles rely on it.
+    fn check(&self) {
+        if self.rows > 0 && self.cols > 0 {
+            let last = (self.rows - 1) * self.row_stride + (self.cols - 1) * self.col_stride;
+            assert!(last < self.data.len(), "matrix of {} x {} exceeds its data", self.rows, self.cols);
+        }
+    }
+}
+
+/// k is summed in blocks of this many factors so that a panel block stays in the second-level cache.
+const K_BLOCK: usize = 1024;
+
+/// The right operand in panels, `[n / width][k][width]`, in the precision of the context that packed it.
+pub enum Packed {
+    F32(Vec<f32>),
+    Bf16(Vec<Bf16x2>),
+}
+
+impl Packed {
+    /// Gives the memory back to the context.
+    pub fn recycle(self, ctx: &mut Ctx) {
+        match self {
+            Packed::F32(panels) => ctx.recycle(panels),
+            Packed::Bf16(panels) => ctx.recycle(panels),
+        }
+    }
+}
+
+/// C (m, n) = A (m, k) B (k, n), or C + A B. C is row-major.
+pub fn gemm(ctx: &mut Ctx, a: Matrix, b: Matrix, c: &mut [f32], store: Store) {
+    assert_eq!((a.cols, a.rows * b.cols), (b.rows, c.len()), "gemm shapes");
+    let packed = pack(ctx, b);
+    multiply_packed(ctx, a, &packed, b.cols, c, store);
+    packed.recycle(ctx);
+}
+
+/// Packs B (k, n) for `multiply_packed`, in parallel.
+pub fn pack(ctx: &mut Ctx, b: Matrix) -> Packed {
+    match ctx.precision() {
+        Precision::F32 => Packed::F32(panels(ctx, b)),
+        Precision::Bf16 => Packed::Bf16(panels(ctx, b)),
+    }
+}
+
+fn panels<E: Factor>(ctx: &mut Ctx, b: Matrix) -> Vec<E> {
+    let (family, width) = (ctx.family(), panel_width(ctx.family(), b.cols));
+    let panel = b.rows.div_ceil(E::STEPS) * width;
+    let mut packed = ctx.vec(b.cols.div_ceil(width) * panel);
+    if panel > 0 {
+        let panels = packed.par_chunks_exact_mut(panel).enumerate();
+        panels.for_each(|(panel, packed)| pack_panel(family, b, panel, width, packed));
+    }
+    packed
+}
+
+/// `gemm` with B (k, n) packed before.
+pub fn multiply_packed(ctx: &Ctx, a: Matrix, packed: &Packed, n: usize, c: &mut [f32], store: Store) {
+    match packed {
+        Packed::F32(packed) => multiply(ctx.family(), a, packed, n, c, store),
+        Packed::Bf16(packed) => multiply(ctx.family(), a, packed, n, c, store),
+    }
+}
+
+fn multiply<E: Factor>(family: Family, a: Matrix, packed: &[E], n: usize, c: &mut [f32], store: Store) {
+    let (m, k) = (a.rows, a.cols);
+    a.check();
+    if m == 0 || n == 0 {
+        return;
+    }
+    if k == 0 {
+        if store == Store::Set {
+            c.fill(0.0);
+        }
+        return;
+    }
+    let width = panel_width(family, n);
+    let rows = block_rows(family, m, width);
+    let steps = k.div_ceil(E::STEPS);
+    c.par_chunks_mut(rows * n).enumerate().for_each(|(block, c)| {
+        let a = a.rows(block * rows, (block * rows + rows).min(m));
+        for start in (0..steps).step_by(K_BLOCK) {
+            let end = (start + K_BLOCK).min(steps);
+            let store = if start == 0 { store } else { Store::Add };
+            with_row_tiles(family, a.columns(start * E::STEPS, (end * E::STEPS).min(k)), tile_rows(family, width), |a| {
+                for (panel, packed) in packed.chunks_exact(steps * width).enumerate() {
+                    let (column, cols) = (panel * width, width.min(n - panel * width));
+                    let out = Tile { c: &mut c[column..], stride: n, cols, store };
+                    multiply_tiles(family, width, a, &packed[start * width..end * width], out);
+                }
+            });
+        }
+    });
+}
+
+/// Rows of C a task: enough tasks to balance the threads, whole tiles each, few enough that a panel is reused.
+fn block_rows(family: Family, m: usize, width: usize) -> usize {
+    let tile = tile_rows(family, width);
+    let tasks = (4 * rayon::current_num_threads()).max(m.div_ceil(192));
+    m.div_ceil(tasks).div_ceil(tile) * tile
+}
+
+/// The panel width for an n-wide B: as wide as the registers allow, narrower where n is small.
+pub fn panel_width(family: Family, n: usize) -> usize {
+    match family {
+        Family::Avx512Bf16 | Family::Avx512 if n > 32 => 64,
+        Family::Avx512Bf16 | Family::Avx512 if n > 16 => 32,
+        Family::Avx512Bf16 | Family::Avx512 | Family::Avx2 | Family::Neon => 16,
+        Family::Portable => 8,
+    }
+}
+
+/// Rows of a register tile: with `width` columns it fills the registers, less those for B and the broadcast.
+fn tile_rows(family: Family, width: usize) -> usize {
+    match (family, width) {
+        (Family::Avx512Bf16 | Family::Avx512, 64) => 6,
+        (Family::Avx512Bf16 | Family::Avx512, _) => 12,
+        (Family::Portable, _) => 4,
+        _ => 6,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Purpose, Stream};
+
+    fn numbers(position: u64, len: usize) -> Vec<f32> {
+        let stream = Stream::new(1, Purpose::Test);
+        (0..len).map(|i| stream.normal(position, i as u32)).collect()
+    }
+
+    /// x as a product of that precision sees it.
+    fn rounded(x: f32, precision: Precision) -> f64 {
+        match precision {
+            Precision::F32 => f64::from(x),
+            Precision::Bf16 => f64::from(half::bf16::from_f32(x).to_f32()),
+        }
+    }
+
+    fn reference(precision: Precision, a: Matrix, b: Matrix, c: &[f32], store: Store) -> Vec<f64> {
+        let at = |m: &Matrix, i: usize, j: usize| rounded(m.data[i * m.row_stride + j * m.col_stride], precision);
+        let element = |i, j| (0..a.cols).map(|p| at(&a, i, p) * at(&b, p, j)).sum::<f64>();
+        let old = |i: usize| if store == Store::Add { f64::from(c[i]) } else { 0.0 };
+        (0..a.rows * b.cols).map(|i| old(i) + element(i / b.cols, i % b.cols)).collect()
+    }
+
+    /// A context for every family of this machine in each precision.
+    fn contexts() -> Vec<Ctx> {
+        let mut contexts = Vec::new();
+        for family in Family::ALL.into_iter().filter(|f| f.available()) {
+            for precision in [Precision::F32, Precision::Bf16] {
+                contexts.push(Ctx::cpu(family));
+                contexts.last_mut().unwrap().set_precision(precision);
+            }
+        }
+        contexts
+    }
+
+    #[test]
+    fn every_shape_family_precision_and_transposition_agrees_with_f64() {
+        for mut ctx in contexts() {
+            let what = format!("{} {}", ctx.family().name(), ctx.precision().name());
+            let shapes =
+                [(1, 1, 1), (5, 3, 7), (13, 70, 65), (48, 64, 64), (7, 2200, 33), (200, 31, 130), (6, 0, 4), (67, 129, 16)];
+            for (m, k, n) in shapes {
+                for case in 0..8 {
+                    let (a, b) = (numbers(1, m * k), numbers(2, k * n));
+                    let a = if case & 1 == 0 { Matrix::new(&a, m, k) } else { Matrix::new(&a, k, m).t() };
+                    let b = if case & 2 == 0 { Matrix::new(&b, k, n) } else { Matrix::new(&b, n, k).t() };
+                    let store = if case & 4 == 0 { Store::Set } else { Store::Add };
+                    let mut c = numbers(3, m * n);
+                    let want = reference(ctx.precision(), a, b, &c, store);
+                    gemm(&mut ctx, a, b, &mut c, store);
+                    // A running sum of k products of size one grows like sqrt(k) and is rounded k times.
+                    let bound = 5e-7 * k.max(16) as f64;
+                    for (got, want) in c.iter().zip(&want) {
+                        assert!((f64::from(*got) - want).abs() < bound, "{what} {m}x{k}x{n} case {case}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Rows and columns of a larger matrix, as attention's heads are.
+    #[test]
+    fn strided_operands_are_read_where_they_lie() {
+        let (m, k, n, wide) = (30, 37, 21, 100);
+        let (a, b) = (numbers(1, m * wide), numbers(2, k * wide));
+        let part = |data, rows, cols| Matrix { data, rows, cols, row_stride: wide, col_stride: 1 };
+        for mut ctx in contexts() {
+            let (a, b) = (part(&a, m, k), part(&b, k, n));
+            let mut c = vec![f32::NAN; m * n];
+            let want = reference(ctx.precision(), a, b, &c, Store::Set);
+            gemm(&mut ctx, a, b, &mut c, Store::Set);
+            assert!(c.iter().zip(&want).all(|(got, want)| (f64::from(*got) - want).abs() < 2e-5));
+        }
+    }
+
+    #[test]
+    fn infinities_and_nans_stay_visible() {
+        for mut ctx in contexts() {
+            for bad in [f32::NAN, f32::INFINITY] {
+                let (mut a, b) = (numbers(1, 9 * 9), numbers(2, 9 * 9));
+                a[4 * 9 + 4] = bad;
+                let mut c = vec![0.0; 9 * 9];
+                gemm(&mut ctx, Matrix::new(&a, 9, 9), Matrix::new(&b, 9, 9), &mut c, Store::Set);
+                let finite = |row: &[f32]| row.iter().all(|x| x.is_finite());
+                assert!(c.chunks(9).enumerate().all(|(i, row)| finite(row) == (i != 4)));
+            }
+        }
+    }
+
+    #[test]
+    fn the_number_of_threads_changes_no_bit() {
+        let (m, k, n) = (300, 200, 150);
+        let (a, b) = (numbers(1, m * k), numbers(2, k * n));
+        for precision in [Precision::F32, Precision::Bf16] {
+            let run = |threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let mut c = vec![0.0; m * n];
+                let mut ctx = Ctx::cpu(Family::detect());
+                ctx.set_precision(precision);
+                pool.install(|| gemm(&mut ctx, Matrix::new(&a, m, k), Matrix::new(&b, k, n), &mut c, Store::Set));
+                c
+            };
+            let one = run(1);
+            assert!([2, 3, 7].into_iter().all(|threads| run(threads) == one));
+        }
+    }
+}
