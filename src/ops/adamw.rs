@@ -8,7 +8,7 @@ use super::ctx::Ctx;
 use super::scalars::Scalar;
 use super::simd::simd_fn;
 use super::storage;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Adamw {
@@ -40,8 +40,8 @@ pub(super) fn ema_decay(scalars: &[f32]) -> f32 {
 #[derive(Clone, Copy)]
 struct Step {
     clip: f32,
-    /// 1 - lr * weight_decay.
-    keep: f32,
+    /// lr * weight_decay.
+    decay: f32,
     /// lr over the first moment's bias correction.
     rate: f32,
     /// One over the square root of the second moment's bias correction.
@@ -60,7 +60,7 @@ pub fn step(ctx: &mut Ctx, target: Target, adamw: Adamw, scalars: &Tensor) -> Re
     let lr = s[Scalar::LearningRate as usize];
     let step = Step {
         clip: s[Scalar::Clip as usize],
-        keep: 1.0 - lr * adamw.weight_decay,
+        decay: lr * adamw.weight_decay,
         rate: (f64::from(lr) / (1.0 - f64::from(adamw.beta1).powf(t))) as f32,
         second_scale: (1.0 / (1.0 - f64::from(adamw.beta2).powf(t)).sqrt()) as f32,
         ema: ema_decay(&s),
@@ -69,6 +69,11 @@ pub fn step(ctx: &mut Ctx, target: Target, adamw: Adamw, scalars: &Tensor) -> Re
     let mut master = storage::write::<f32>("adamw", target.master)?;
     let mut first = storage::write::<f32>("adamw", target.first)?;
     let mut second = storage::write::<f32>("adamw", target.second)?;
+    let lengths = [gradient.len(), first.len(), second.len()];
+    if lengths.iter().any(|len| *len != master.len()) {
+        let expected = format!("gradient and moments of {} elements", master.len());
+        return Err(Error::op("adamw", expected, format!("{lengths:?}")));
+    }
     let family = ctx.family();
     let moments = first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK));
     master.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK)).zip(moments).for_each(|((p, g), (m, v))| {
@@ -85,7 +90,8 @@ fn update<S>(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], adamw: Adam
         let g = g * step.clip;
         *m = S::fma(beta1, *m, (1.0 - beta1) * g);
         *v = S::fma(beta2, *v, (1.0 - beta2) * g * g);
-        *p = S::fma(*p, step.keep, -step.rate * *m / S::fma(v.sqrt(), step.second_scale, epsilon));
+        // One subtraction: 1 - decay would lose the decay's lower bits.
+        *p -= S::fma(step.decay, *p, step.rate * *m / S::fma(v.sqrt(), step.second_scale, epsilon));
     }
 }
 }
@@ -94,6 +100,9 @@ fn update<S>(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], adamw: Adam
 pub(super) fn average(ctx: &Ctx, master: &[f32], ema: Option<&Tensor>, decay: f32) -> Result<()> {
     let Some(ema) = ema else { return Ok(()) };
     let mut ema = storage::write::<f32>("ema", ema)?;
+    if ema.len() != master.len() {
+        return Err(Error::op("ema", format!("{} elements", master.len()), ema.len().to_string()));
+    }
     let family = ctx.family();
     ema.par_chunks_mut(CHUNK).zip(master.par_chunks(CHUNK)).for_each(|(e, p)| average_chunk(family, e, p, decay));
     Ok(())

@@ -30,6 +30,8 @@ impl Default for Guard {
 /// Share of the past in the running mean and variance.
 const MEMORY: f32 = 0.98;
 
+const MOST_VARIANCE: f32 = 1e30;
+
 /// Sets `Clip` and `Skip` from `Loss` and `GradientNorm`, and folds a step that is not skipped into the statistics.
 pub fn decide(ctx: &mut Ctx, scalars: &Tensor, guard: Guard) -> Result<()> {
     ctx.launch(0);
@@ -48,15 +50,17 @@ pub fn decide(ctx: &mut Ctx, scalars: &Tensor, guard: Guard) -> Result<()> {
     let clipped = guard.max_norm > 0.0 && norm > guard.max_norm;
     s[Scalar::Clip as usize] = if clipped { guard.max_norm / norm } else { 1.0 };
     if !skip {
-        let first = s[Scalar::Observed as usize] == 0.0;
         s[Scalar::Observed as usize] += 1.0;
+        // A plain average of the first steps, then a running one.
+        let share = (1.0 / s[Scalar::Observed as usize]).max(1.0 - MEMORY);
         for (x, mean, variance) in
             [(loss, Scalar::LossMean, Scalar::LossVariance), (norm, Scalar::NormMean, Scalar::NormVariance)]
         {
             let (mean, variance) = (mean as usize, variance as usize);
-            let off = if first { 0.0 } else { x - s[mean] };
-            s[mean] = if first { x } else { s[mean] + (1.0 - MEMORY) * off };
-            s[variance] = MEMORY * (s[variance] + (1.0 - MEMORY) * off * off);
+            let off = x - s[mean];
+            s[mean] += share * off;
+            // Bounded, so that one huge value does not make every later one ordinary for ever.
+            s[variance] = (1.0 - share) * (s[variance] + share * (off * off).min(MOST_VARIANCE));
         }
     }
     Ok(())

@@ -9,13 +9,13 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::adamw::{average, ema_decay};
-use super::add::CHUNK;
 use super::ctx::Ctx;
 use super::gemm::{Matrix, Store, gemm};
 use super::gradient_norm::square_sum;
 use super::scalars::Scalar;
+use super::simd::simd_fn;
 use super::storage;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Muon {
@@ -70,9 +70,15 @@ pub fn step(ctx: &mut Ctx, targets: &[Target], muon: Muon, scalars: &Tensor) -> 
     let mut jobs = Vec::new();
     for (target, (gradient, momentum, master)) in targets.iter().zip(&mut opened) {
         let (_, columns) = target.master.dims2()?;
+        let parts: Vec<_> = target.parts.iter().map(Range::len).collect();
+        let covered = parts.iter().sum::<usize>() * columns;
+        if [gradient.len(), momentum.len(), master.len()] != [covered; 3] {
+            let found = [gradient.len(), momentum.len(), master.len()];
+            let expected = format!("gradient, momentum and master in parts of {parts:?} rows of {columns}");
+            return Err(Error::op("muon", expected, format!("{found:?} elements")));
+        }
         let (mut gradient, mut momentum, mut master): (&[f32], &mut [f32], &mut [f32]) = (gradient, momentum, master);
-        for part in &target.parts {
-            let rows = part.len();
+        for rows in parts {
             let (g, g_rest) = gradient.split_at(rows * columns);
             let (m, m_rest) = momentum.split_at_mut(rows * columns);
             let (p, p_rest) = master.split_at_mut(rows * columns);
@@ -91,18 +97,51 @@ pub fn step(ctx: &mut Ctx, targets: &[Target], muon: Muon, scalars: &Tensor) -> 
 
 fn update(ctx: &mut Ctx, job: Job, muon: Muon, lr: f32, clip: f32) {
     let Job { gradient, momentum, master, rows, columns } = job;
-    let beta = muon.momentum;
     let mut update = ctx.vec::<f32>(gradient.len());
-    for ((u, g), m) in update.iter_mut().zip(gradient).zip(momentum) {
-        let g = g * clip;
-        *m = beta * *m + (1.0 - beta) * g;
-        // Nesterov: the momentum as it will be after one more such gradient.
-        *u = beta * *m + (1.0 - beta) * g;
-    }
+    gather(ctx.family(), gradient, momentum, &mut update, muon.momentum, clip);
     orthogonalize(ctx, &mut update, rows, columns, muon.iterations);
-    let (keep, rate) = (1.0 - lr * muon.weight_decay, -lr * 0.2 * (rows.max(columns) as f32).sqrt());
-    master.iter_mut().zip(&update).for_each(|(p, u)| *p = keep * *p + rate * u);
+    let rate = lr * 0.2 * (rows.max(columns) as f32).sqrt();
+    apply(ctx.family(), master, &update, lr * muon.weight_decay, rate);
     ctx.recycle(update);
+}
+
+simd_fn! {
+/// The momentum with this gradient in it, and in `update` as it will be after one more such gradient (Nesterov).
+fn gather<S>(gradient: &[f32], momentum: &mut [f32], update: &mut [f32], beta: f32, clip: f32) {
+    for ((u, g), m) in update.iter_mut().zip(gradient).zip(momentum) {
+        let g = (1.0 - beta) * clip * g;
+        *m = S::fma(beta, *m, g);
+        *u = S::fma(beta, *m, g);
+    }
+}
+}
+
+simd_fn! {
+fn apply<S>(master: &mut [f32], update: &[f32], decay: f32, rate: f32) {
+    for (p, u) in master.iter_mut().zip(update) {
+        *p -= S::fma(decay, *p, rate * u);
+    }
+}
+}
+
+simd_fn! {
+/// p = c p + b g, and a more on the diagonal of its `small` columns.
+fn polynomial<S>(p: &mut [f32], g: &[f32], small: usize, a: f32, b: f32, c: f32) {
+    for (p, g) in p.iter_mut().zip(g) {
+        *p = S::fma(c, *p, b * g);
+    }
+    for i in 0..small {
+        p[i * small + i] += a;
+    }
+}
+}
+
+simd_fn! {
+fn scale_all<S>(x: &mut [f32], factor: f32) {
+    for x in x {
+        *x *= factor;
+    }
+}
 }
 
 /// Brings the singular values of x (rows, columns) near to one, by the quintic Newton-Schulz iteration
@@ -112,8 +151,7 @@ pub fn orthogonalize(ctx: &mut Ctx, x: &mut [f32], rows: usize, columns: usize, 
     const B: f32 = -4.7750;
     const C: f32 = 2.0315;
     let norm = square_sum(ctx, x).sqrt() as f32;
-    let scale = 1.0 / (norm + 1e-7);
-    x.par_chunks_mut(CHUNK).for_each(|x| x.iter_mut().for_each(|x| *x *= scale));
+    scale_all(ctx.family(), x, 1.0 / (norm + 1e-7));
     let small = rows.min(columns);
     let (mut gram, mut poly) = (ctx.vec::<f32>(small * small), ctx.vec::<f32>(small * small));
     let mut next = ctx.vec::<f32>(x.len());
@@ -123,8 +161,7 @@ pub fn orthogonalize(ctx: &mut Ctx, x: &mut [f32], rows: usize, columns: usize, 
         gemm(ctx, left, right, &mut gram, Store::Set);
         let square = Matrix::new(&gram, small, small);
         gemm(ctx, square, square, &mut poly, Store::Set);
-        poly.iter_mut().zip(&gram).for_each(|(p, g)| *p = C * *p + B * g);
-        (0..small).for_each(|i| poly[i * small + i] += A);
+        polynomial(ctx.family(), &mut poly, &gram, small, A, B, C);
         let poly = Matrix::new(&poly, small, small);
         let (left, right) = if rows <= columns { (poly, wide) } else { (wide, poly) };
         gemm(ctx, left, right, &mut next, Store::Set);
