@@ -120,6 +120,9 @@ pub struct SampleArgs {
     /// Stop before this text; may be given several times
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub stop: Vec<String>,
+    /// Keep weights as f32, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1; as the checkpoint stores them if not given
+    #[arg(long, value_name = "TYPE")]
+    pub r#type: Option<String>,
     /// Last tokens kept in the cache; the model's context if not given
     #[arg(long, value_name = "W")]
     pub kv_window: Option<usize>,
@@ -185,9 +188,27 @@ pub enum DataCommand {
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
     /// Whole training steps on random tokens
-    Train(BenchArgs),
+    Train(TrainBenchArgs),
     /// Greedy decoding
-    Decode(BenchArgs),
+    Decode(DecodeArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct TrainBenchArgs {
+    #[command(flatten)]
+    pub shape: BenchArgs,
+    /// What the products multiply: f32, bf16 or auto
+    #[arg(long, value_name = "DTYPE", default_value = "f32")]
+    pub dtype: String,
+}
+
+#[derive(Debug, Args)]
+pub struct DecodeArgs {
+    #[command(flatten)]
+    pub shape: BenchArgs,
+    /// What weights are kept in: f32, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
+    pub r#type: String,
 }
 
 #[derive(Debug, Args)]
@@ -200,9 +221,6 @@ pub struct BenchArgs {
     /// Tokens of a window
     #[arg(long, value_name = "T", default_value_t = 256)]
     pub context: usize,
-    /// What the products of training multiply: f32, bf16 or auto
-    #[arg(long, value_name = "DTYPE", default_value = "f32")]
-    pub dtype: String,
     /// Steps timed
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub steps: usize,

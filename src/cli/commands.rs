@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::ops::simd::Family;
 use crate::preset::{BUILT_IN, Preset};
 use crate::recipes::report::Interrupt;
-use crate::recipes::sample::{CacheSettings, SampleConfig, Sampling};
+use crate::recipes::sample::{CacheSettings, SampleConfig, Sampling, WeightType};
 use crate::recipes::train::TrainConfig;
 use crate::recipes::{bench, eval, info, plan, sample, train};
 
@@ -102,6 +102,7 @@ fn sample_command(args: SampleArgs, global: &Global, family: Family, interrupt: 
         },
         cache: CacheSettings { window: args.kv_window, sinks: args.kv_sinks },
         stop: args.stop,
+        kind: args.r#type.as_deref().map(WeightType::named).transpose()?,
         family,
     };
     let mut terminal = if global.json { Terminal::new() } else { Terminal::streaming(&config.prompt) };
@@ -161,12 +162,16 @@ fn presets(name: Option<&str>, global: &Global) -> Result<()> {
 fn bench_command(command: BenchCommand, global: &Global, family: Family) -> Result<()> {
     let config = |args: BenchArgs| -> Result<bench::BenchConfig> {
         let given = flags::checked(&flags::pairs(&args.set)?)?;
-        let BenchArgs { preset, batch, context, dtype, steps, .. } = args;
-        Ok(bench::BenchConfig { preset, given, batch, context, dtype, steps, family })
+        let BenchArgs { preset, batch, context, steps, .. } = args;
+        let (dtype, kind) = ("f32".to_owned(), WeightType::F32);
+        Ok(bench::BenchConfig { preset, given, batch, context, dtype, kind, steps, family })
     };
     let summary = match command {
-        BenchCommand::Train(args) => bench::train(&config(args)?)?,
-        BenchCommand::Decode(args) => bench::decode(&config(args)?)?,
+        BenchCommand::Train(args) => bench::train(&bench::BenchConfig { dtype: args.dtype, ..config(args.shape)? })?,
+        BenchCommand::Decode(args) => {
+            let kind = WeightType::named(&args.r#type)?;
+            bench::decode(&bench::BenchConfig { kind, ..config(args.shape)? })?
+        }
     };
     print(&summary, global, show::bench)
 }

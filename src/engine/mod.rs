@@ -11,6 +11,8 @@ pub mod sampler;
 pub use row::{Row, RowSettings};
 pub use sampler::Sampling;
 
+pub use crate::ops::decode::weight::WeightType;
+
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::nn::cache::{Cache, CacheSettings};
@@ -43,9 +45,15 @@ struct Pass {
 }
 
 impl Engine {
-    /// Packs the weights that `weights` gives by Hugging Face name and shape, `lm_head.weight` only if it is not tied.
-    pub fn new(ctx: Ctx, config: &GptConfig, weights: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>) -> Result<Self> {
-        let model = Model::load(config, weights)?;
+    /// Packs, as `kind`, the weights that `weights` gives by Hugging Face name and shape, `lm_head.weight` only if it is not
+    /// tied.
+    pub fn new(
+        ctx: Ctx,
+        config: &GptConfig,
+        kind: WeightType,
+        weights: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>,
+    ) -> Result<Self> {
+        let model = Model::load(config, kind, weights)?;
         Ok(Self {
             workspace: Workspace::new(model::sizes(config)),
             sampler: Sampler::new(ctx.family()),

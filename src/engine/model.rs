@@ -10,7 +10,7 @@ use crate::ops::decode::attend::attend;
 use crate::ops::decode::head::{Head, embed, head};
 use crate::ops::decode::layer::{down, gate_up, out, project};
 use crate::ops::decode::pages::Table;
-use crate::ops::decode::skinny::Panels;
+use crate::ops::decode::weight::{Weight, WeightType};
 use crate::ops::decode::{Lane, Layer, Sizes, Tables, Workspace};
 use crate::ops::heads::Heads;
 
@@ -40,6 +40,7 @@ pub fn sizes(config: &GptConfig) -> Sizes {
 struct Source<'a, F> {
     get: F,
     config: &'a GptConfig,
+    kind: WeightType,
 }
 
 impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
@@ -53,7 +54,7 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
     }
 
     fn layer(&mut self, arena: &mut Arena, index: usize) -> Result<Layer> {
-        let config = self.config;
+        let (config, kind) = (self.config, self.kind);
         let (c, f, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
         let (q, kv) = (config.attention_size(), config.num_key_value_heads * d);
         let name = |part: &str| format!("model.layers.{index}.{part}.weight");
@@ -66,23 +67,23 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
         };
         Ok(Layer {
             input_layernorm: get("input_layernorm", &[c])?,
-            qkv_proj: Panels::pack(arena, &qkv.each_ref().map(|w| &w[..]), c),
+            qkv_proj: Weight::pack(arena, kind, &qkv.each_ref().map(|w| &w[..]), c)?,
             qk_norm,
-            o_proj: Panels::pack(arena, &[&get("self_attn.o_proj", &[c, q])?], q),
+            o_proj: Weight::pack(arena, kind, &[&get("self_attn.o_proj", &[c, q])?], q)?,
             post_attention_layernorm: get("post_attention_layernorm", &[c])?,
-            gate_up_proj: Panels::pack(arena, &[&get("mlp.gate_proj", &[f, c])?, &get("mlp.up_proj", &[f, c])?], c),
-            down_proj: Panels::pack(arena, &[&get("mlp.down_proj", &[c, f])?], f),
+            gate_up_proj: Weight::pack(arena, kind, &[&get("mlp.gate_proj", &[f, c])?, &get("mlp.up_proj", &[f, c])?], c)?,
+            down_proj: Weight::pack(arena, kind, &[&get("mlp.down_proj", &[c, f])?], f)?,
         })
     }
 
     fn head(&mut self, arena: &mut Arena) -> Result<Head> {
-        let (v, c) = (self.config.vocab_size, self.config.hidden_size);
+        let (v, c, kind) = (self.config.vocab_size, self.config.hidden_size, self.kind);
         let table = self.get("model.embed_tokens.weight", &[v, c])?;
         let norm = self.get("model.norm.weight", &[c])?;
         if self.config.tie_word_embeddings {
-            return Ok(Head { embed_tokens: None, norm, lm_head: Panels::pack(arena, &[&table], c) });
+            return Ok(Head { embed_tokens: None, norm, lm_head: Weight::pack(arena, kind, &[&table], c)? });
         }
-        let lm_head = Panels::pack(arena, &[&self.get("lm_head.weight", &[v, c])?], c);
+        let lm_head = Weight::pack(arena, kind, &[&self.get("lm_head.weight", &[v, c])?], c)?;
         Ok(Head { embed_tokens: Some(table), norm, lm_head })
     }
 }
@@ -104,9 +105,13 @@ impl Tables for Batch<'_, '_> {
 }
 
 impl Model {
-    pub fn load(config: &GptConfig, get: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>) -> Result<Self> {
+    pub fn load(
+        config: &GptConfig,
+        kind: WeightType,
+        get: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>,
+    ) -> Result<Self> {
         config.validate()?;
-        let mut source = Source { get, config };
+        let mut source = Source { get, config, kind };
         let arena = &mut Arena::default();
         let head = source.head(arena)?;
         let layers = (0..config.num_hidden_layers).map(|i| source.layer(arena, i)).collect::<Result<_>>()?;

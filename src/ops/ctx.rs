@@ -73,7 +73,7 @@ impl Ctx {
     }
 
     /// A vector of `len` elements from the free list, its contents unspecified: the op must write each of them.
-    pub fn vec<T: Pooled>(&mut self, len: usize) -> Vec<T> {
+    pub fn vec<T: Pooled>(&self, len: usize) -> Vec<T> {
         let recycled = T::shelf(&mut self.free.lock().expect("free list lock")).take(len);
         recycled.unwrap_or_else(|| {
             // In tests fresh memory is poisoned as recycled memory is, so that an element left unwritten shows.
@@ -82,7 +82,7 @@ impl Ctx {
     }
 
     /// A zeroed vector from the free list.
-    pub fn zeros<T: Pooled>(&mut self, len: usize) -> Vec<T> {
+    pub fn zeros<T: Pooled>(&self, len: usize) -> Vec<T> {
         let mut vec = self.vec(len);
         vec.fill(T::default());
         vec
@@ -95,12 +95,12 @@ impl Ctx {
     }
 
     /// Gives a scratch vector back.
-    pub fn recycle<T: Pooled>(&mut self, vec: Vec<T>) {
+    pub fn recycle<T: Pooled>(&self, vec: Vec<T>) {
         T::shelf(&mut self.free.lock().expect("free list lock")).put(vec);
     }
 
     /// Gives the memory of the free list back to the system.
-    pub fn trim(&mut self) {
+    pub fn trim(&self) {
         *self.free.lock().expect("free list lock") = FreeList::default();
     }
 

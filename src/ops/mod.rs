@@ -2,6 +2,7 @@
 pub mod adamw;
 pub mod add;
 pub mod attention;
+pub mod blocks;
 pub mod cross_entropy;
 pub mod ctx;
 pub mod decode;

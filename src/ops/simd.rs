@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// A set of CPU kernels. The names are those of `--cpu-kernels`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
-    /// AVX-512 with dot products of bf16; everything else as `Avx512`, bit for bit.
+    /// AVX-512 with dot products of bf16 and of bytes; f32 as with `Avx512`, bit for bit.
     Avx512Bf16,
     Avx512,
     Avx2,
@@ -35,7 +35,12 @@ impl Family {
     pub fn available(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Family::Avx512Bf16 => Family::Avx512.available() && is_x86_feature_detected!("avx512bf16"),
+            Family::Avx512Bf16 => {
+                Family::Avx512.available()
+                    && is_x86_feature_detected!("avx512bf16")
+                    && is_x86_feature_detected!("avx512vnni")
+                    && is_x86_feature_detected!("f16c")
+            },
             #[cfg(target_arch = "x86_64")]
             Family::Avx512 => {
                 is_x86_feature_detected!("avx512f")

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::device;
-use crate::engine::{RowSettings, Sampling};
+use crate::engine::{RowSettings, Sampling, WeightType};
 use crate::error::{Error, Result};
 use crate::model::gpt::{Batch, Gpt};
 use crate::ops::{ctx::Ctx, simd::Family};
@@ -23,6 +23,8 @@ pub struct BenchConfig {
     pub context: usize,
     /// Of the products of training: f32, bf16 or auto.
     pub dtype: String,
+    /// What the weights of decoding are kept in.
+    pub kind: WeightType,
     /// Steps that are timed, after a few that are not.
     pub steps: usize,
     pub family: Family,
@@ -106,7 +108,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
 pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
     let preset = preset(config)?;
     let shape = preset.gpt_config(Tokenizer::bytes().vocab_size())?;
-    let mut engine = sample::engine(&Gpt::random(&shape, 0)?, config.family)?;
+    let mut engine = sample::engine(&Gpt::random(&shape, 0)?, config.kind, config.family)?;
     let settings = RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
     let mut rows = Vec::new();
     for row in 0..config.batch {
@@ -123,7 +125,7 @@ pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
     let seconds = median(times);
     let flops = 2.0 * shape.parameters() as f64 * config.batch as f64;
     let bytes = engine.weight_bytes() as f64;
-    Ok(summary(("decode", "f32"), config, &shape, config.batch as f64 / seconds, seconds, flops, bytes))
+    Ok(summary(("decode", config.kind.name()), config, &shape, config.batch as f64 / seconds, seconds, flops, bytes))
 }
 
 fn summary(

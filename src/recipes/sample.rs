@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::report::{Event, Interrupt, Report};
 use super::run_folder;
 use crate::checkpoint::{self, model_folder::ModelFolder};
-pub use crate::engine::Sampling;
+pub use crate::engine::{Sampling, WeightType};
 use crate::engine::{Engine, Row, RowSettings};
 use crate::error::{Error, Result};
 use crate::model::gpt::Gpt;
@@ -26,6 +26,8 @@ pub struct SampleConfig {
     pub sampling: Sampling,
     pub cache: CacheSettings,
     pub stop: Vec<String>,
+    /// What weights are kept in; the checkpoint's own type if not given.
+    pub kind: Option<WeightType>,
     pub family: Family,
 }
 
@@ -75,8 +77,9 @@ pub fn run(config: &SampleConfig, report: &mut dyn Report, interrupt: &Interrupt
     if prompt.is_empty() {
         prompt.push(start_token(&folder).unwrap_or(tokenizer.end_of_text()));
     }
-    let mut engine =
-        Engine::new(Ctx::cpu(config.family), &folder.config, |name, shape| folder.weights.get(name, shape))?;
+    let kind = config.kind.unwrap_or_else(|| stored_type(&folder));
+    let weights = |name: &str, shape: &[usize]| folder.weights.get(name, shape);
+    let mut engine = Engine::new(Ctx::cpu(config.family), &folder.config, kind, weights)?;
     drop(folder);
     let stop = vec![tokenizer.end_of_text()];
     let settings = RowSettings { sampling: config.sampling, cache: config.cache, stop };
@@ -101,6 +104,12 @@ pub fn run(config: &SampleConfig, report: &mut dyn Report, interrupt: &Interrupt
         time_to_first_token: times.first,
         cache_bytes: row.cache_bytes(),
     })
+}
+
+/// The engine's type for what the checkpoint is stored in.
+fn stored_type(folder: &ModelFolder) -> WeightType {
+    let stored = folder.weights.list().find(|(name, ..)| *name == "model.embed_tokens.weight");
+    if stored.is_some_and(|(_, dtype, _)| dtype == "bf16") { WeightType::Bf16 } else { WeightType::F32 }
 }
 
 /// What an empty prompt starts from, as the model's generation_config.json says.
@@ -217,9 +226,9 @@ fn overlap(text: &str, stop: &str) -> usize {
 }
 
 /// An engine over a copy of a model's weights.
-pub fn engine(model: &Gpt, family: Family) -> Result<Engine> {
+pub fn engine(model: &Gpt, kind: WeightType, family: Family) -> Result<Engine> {
     let tensors = run_folder::tensors(model)?;
-    Engine::new(Ctx::cpu(family), &model.config, |name, _| {
+    Engine::new(Ctx::cpu(family), &model.config, kind, |name, _| {
         let found = tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
         found.ok_or_else(|| Error::op("engine", "every weight of the model", format!("no {name}")))
     })
@@ -227,7 +236,7 @@ pub fn engine(model: &Gpt, family: Family) -> Result<Engine> {
 
 /// One short text from a model in training.
 pub fn from_model(model: &Gpt, family: Family, tokenizer: &Tokenizer, start: u32) -> Result<String> {
-    let mut engine = engine(model, family)?;
+    let mut engine = engine(model, WeightType::F32, family)?;
     let sampling = Sampling { temperature: 0.8, ..Sampling::default() };
     let settings = RowSettings { sampling, stop: vec![tokenizer.end_of_text()], ..RowSettings::default() };
     let mut row = engine.row(&[start], settings)?;

@@ -1,6 +1,6 @@
 //! The engine against its oracle, and against itself: the same bits however a text is cut, batched, shared or rewound.
 
-use gpt::engine::{Engine, PREFILL_CHUNK, Row, RowSettings, Sampling};
+use gpt::engine::{Engine, PREFILL_CHUNK, Row, RowSettings, Sampling, WeightType};
 use gpt::model::config::{GptConfig, ModelType};
 use gpt::model::gpt::{Batch, Gpt};
 use gpt::nn::cache::CacheSettings;
@@ -14,7 +14,7 @@ const SEED: u64 = 4;
 
 fn engine_on(family: Family, config: &GptConfig) -> Engine {
     let plain = Plain::new(config.clone(), SEED);
-    Engine::new(Ctx::cpu(family), config, |name, shape| Ok(plain.weight(name, shape))).unwrap()
+    Engine::new(Ctx::cpu(family), config, WeightType::F32, |name, shape| Ok(plain.weight(name, shape))).unwrap()
 }
 
 fn engine(config: &GptConfig) -> Engine {
@@ -328,12 +328,12 @@ fn damaged_weights_give_an_error_and_leave_the_row_as_it_was() {
         }
         Ok(data)
     };
-    let mut engine = Engine::new(Ctx::cpu(Family::detect()), &mixed(), weights).unwrap();
+    let mut engine = Engine::new(Ctx::cpu(Family::detect()), &mixed(), WeightType::F32, weights).unwrap();
     let mut row = engine.row(&tokens(3), settings(0)).unwrap();
     for _ in 0..2 {
         assert!(engine.step(&mut [&mut row]).unwrap_err().to_string().contains("not a number"));
         assert_eq!((row.ids().len(), row.pending()), (3, 1));
     }
-    let short = Engine::new(Ctx::cpu(Family::detect()), &mixed(), |_, _| Ok(vec![0.0; 3]));
+    let short = Engine::new(Ctx::cpu(Family::detect()), &mixed(), WeightType::F32, |_, _| Ok(vec![0.0; 3]));
     assert!(short.err().unwrap().to_string().contains("model.embed_tokens.weight"));
 }

@@ -155,7 +155,7 @@ impl State<'_> {
 fn score<S: Simd>(query: &[f32], keys: &[f32], next: &[f32]) -> [f32; PAGE] {
     let mut acc = [0f32; PAGE];
     for ((i, q), keys) in query.iter().enumerate().zip(keys.as_chunks::<PAGE>().0) {
-        prefetch::<PAGE>(next.as_ptr().wrapping_add(i * PAGE));
+        prefetch::<f32, PAGE>(next.as_ptr().wrapping_add(i * PAGE));
         for j in 0..PAGE {
             acc[j] = S::fma(*q, keys[j], acc[j]);
         }
@@ -198,7 +198,7 @@ fn columns<S: Simd, const N: usize>(
     let mut acc = *out;
     let (values, next) = (values.as_ptr(), next.as_ptr());
     for j in slots {
-        prefetch::<N>(next.wrapping_add(j * dim + first));
+        prefetch::<f32, N>(next.wrapping_add(j * dim + first));
         // SAFETY: j < PAGE and first + N <= dim, so the row lies inside the dim * PAGE values.
         let row = unsafe { &*values.add(j * dim + first).cast::<[f32; N]>() };
         for i in 0..N {

@@ -1,6 +1,6 @@
 //! The two ends of the decode list: `embed` and `head`. Called by `engine::model`.
 
-use super::skinny::{Panels, multiply};
+use super::weight::{Weight, multiply};
 use super::{Lane, Workspace, rms_norm};
 use crate::error::Result;
 use crate::ops::ctx::Ctx;
@@ -13,7 +13,7 @@ pub struct Head {
     /// (C)
     pub norm: Vec<f32>,
     /// (V, C)
-    pub lm_head: Panels,
+    pub lm_head: Weight,
 }
 
 impl Head {

@@ -2,7 +2,7 @@
 //!
 //! Called by `engine::model` in that order. Each reads its weights once for all lanes and works lane by lane otherwise.
 
-use super::skinny::multiply;
+use super::weight::multiply;
 use super::{Layer, Tables, Workspace, each_lane, rms_norm, rotate};
 use crate::error::Result;
 use crate::ops::ctx::Ctx;

@@ -11,14 +11,16 @@ pub mod head;
 pub mod layer;
 pub mod noise;
 pub mod pages;
+pub mod quantized;
 pub mod skinny;
+pub mod weight;
 
 use rayon::prelude::*;
 
 use crate::ops::heads::Heads;
 use crate::ops::simd::{self, simd_fn};
 use pages::Table;
-use skinny::Panels;
+use weight::Weight;
 
 /// One token of a step.
 #[derive(Clone, Copy, Debug)]
@@ -51,17 +53,17 @@ pub struct Layer {
     /// (C)
     pub input_layernorm: Vec<f32>,
     /// ((H + 2 K) D, C): query, key and value heads.
-    pub qkv_proj: Panels,
+    pub qkv_proj: Weight,
     /// (D) each, query and key, in models that normalise them.
     pub qk_norm: Option<[Vec<f32>; 2]>,
     /// (C, H D)
-    pub o_proj: Panels,
+    pub o_proj: Weight,
     /// (C)
     pub post_attention_layernorm: Vec<f32>,
     /// (2 F, C): gate, then up.
-    pub gate_up_proj: Panels,
+    pub gate_up_proj: Weight,
     /// (C, F)
-    pub down_proj: Panels,
+    pub down_proj: Weight,
 }
 
 impl Layer {

@@ -32,7 +32,7 @@ impl Page {
     fn write(&mut self, dim: usize, slot: usize, key: &[f32], value: &[f32]) {
         // Each element of a key lies in a line of its own: ask for all of them before the first store waits for one.
         for i in 0..key.len() {
-            prefetch::<1>(self.keys.as_ptr().wrapping_add(i * PAGE + slot));
+            prefetch::<f32, 1>(self.keys.as_ptr().wrapping_add(i * PAGE + slot));
         }
         for (to, from) in self.keys[slot..].iter_mut().step_by(PAGE).zip(key) {
             *to = *from;

@@ -1,42 +1,119 @@
-//! The product of a few rows with a packed weight: the one matrix product of decoding, for 1 row or for 64.
+//! The product of a few rows with a packed weight of f32 or bf16: the matrix product of decoding, for 1 row or for 64.
 //!
-//! Called by every op of the decode list. Batch invariance is kept here: each output is one chain of `fma` over k in
+//! Called through `weight` by every op of the decode list. Batch invariance is kept here: each output is one chain over k in
 //! index order, whatever the number of rows, the tile it falls into or the number of threads, so a row's result has the
 //! same bits alone and beside others. Latency is hidden by several columns and rows in a tile, never by splitting k.
 //! Weights lie in panels `[n / 64][k][64]` (the last one narrower), so one row streams them once, front to back; with
 //! more rows a panel stays in the second-level cache while the row tiles pass over it, so memory is read once too.
+//! With bf16 weights the rows are rounded to bf16 as well.
 
-use rayon::prelude::*;
-
-use super::aligned::{Aligned, Arena, prefetch};
+use super::aligned::{Aligned, Arena, Plain, prefetch};
+use super::weight::{Output, spread};
 use crate::ops::ctx::Ctx;
-use crate::ops::gemm::Store;
+use crate::ops::gemm::{Bf16x2, Factor, Store};
 use crate::ops::simd::{Family, simd_fn};
 
 /// Columns of a panel.
 const PANEL: usize = 64;
 /// The last panel is as wide as the columns left, rounded up to this; every tile width divides one of the two.
 const LANES: usize = 16;
-/// Below this many multiply-adds a hand-off to other threads costs more than it gains.
-const SERIAL: usize = 64 * 1024;
 
-/// A weight (n, k) packed for `multiply`; made once when a model is loaded.
-pub struct Panels {
-    data: Aligned,
-    n: usize,
-    k: usize,
+/// A factor that the tiles of decoding multiply.
+pub trait Lane: Factor + Plain {
+    /// The steps of k that an element holds, back as f32.
+    fn values(self) -> [f32; 2];
+
+    /// MR rows `k` elements long times NR columns of a panel.
+    fn tile<const MR: usize, const NR: usize>(
+        family: Family,
+        x: &[Self],
+        k: usize,
+        panel: &[Self],
+        stride: usize,
+    ) -> [[f32; NR]; MR];
+
+    /// Runs `f` on rows of `k` numbers as elements.
+    fn with_rows(ctx: &Ctx, x: &[f32], k: usize, f: impl FnOnce(&[Self]));
 }
 
-impl Panels {
-    /// Packs row-major matrices of `k` columns, one below the other.
-    pub fn pack(arena: &mut Arena, parts: &[&[f32]], k: usize) -> Self {
-        let n: usize = parts.iter().map(|part| part.len() / k).sum();
-        assert!(parts.iter().all(|part| part.len() % k == 0), "each part has rows of {k}");
-        let mut panels = Self { data: arena.zeros(n.div_ceil(LANES) * LANES * k), n, k };
-        for (i, row) in parts.iter().flat_map(|part| part.chunks_exact(k)).enumerate() {
+impl Lane for f32 {
+    fn values(self) -> [f32; 2] {
+        [self, 0.0]
+    }
+
+    fn tile<const MR: usize, const NR: usize>(
+        family: Family,
+        x: &[f32],
+        k: usize,
+        panel: &[f32],
+        stride: usize,
+    ) -> [[f32; NR]; MR] {
+        tile::<f32, MR, NR>(family, x, k, panel, stride)
+    }
+
+    fn with_rows(_: &Ctx, x: &[f32], _: usize, f: impl FnOnce(&[f32])) {
+        f(x);
+    }
+}
+
+impl Lane for Bf16x2 {
+    fn values(self) -> [f32; 2] {
+        [f32::from_bits(self << 16), f32::from_bits(self & 0xffff_0000)]
+    }
+
+    fn tile<const MR: usize, const NR: usize>(
+        family: Family,
+        x: &[u32],
+        k: usize,
+        panel: &[u32],
+        stride: usize,
+    ) -> [[f32; NR]; MR] {
+        match family {
+            #[cfg(target_arch = "x86_64")]
+            Family::Avx512Bf16 => dot_tile::<MR, NR>(x, k, panel, stride),
+            _ => tile::<u32, MR, NR>(family, x, k, panel, stride),
+        }
+    }
+
+    fn with_rows(ctx: &Ctx, x: &[f32], k: usize, f: impl FnOnce(&[u32])) {
+        let mut rows = ctx.vec::<u32>(x.len() / k * k.div_ceil(2));
+        round_rows(ctx.family(), x, k, &mut rows);
+        f(&rows);
+        ctx.recycle(rows);
+    }
+}
+
+simd_fn! {
+fn round_rows<S>(x: &[f32], k: usize, rows: &mut [u32]) {
+    for (x, row) in x.chunks_exact(k).zip(rows.chunks_exact_mut(k.div_ceil(2))) {
+        for (x, pair) in x.chunks(2).zip(row) {
+            *pair = Bf16x2::new(x[0], x.get(1).copied().unwrap_or(0.0));
+        }
+    }
+}
+}
+
+/// A weight (n, k) packed for `multiply`; made once when a model is loaded.
+pub struct Panels<E> {
+    data: Aligned<E>,
+    n: usize,
+    /// Elements of a row.
+    k: usize,
+    /// Columns of the weight.
+    inputs: usize,
+}
+
+impl<E: Lane> Panels<E> {
+    /// Packs row-major matrices of `inputs` columns, one below the other.
+    pub fn pack(arena: &mut Arena, parts: &[&[f32]], inputs: usize) -> Self {
+        let n: usize = parts.iter().map(|part| part.len() / inputs).sum();
+        assert!(parts.iter().all(|part| part.len() % inputs == 0), "each part has rows of {inputs}");
+        let k = inputs.div_ceil(E::STEPS);
+        let mut panels = Self { data: arena.zeros(n.div_ceil(LANES) * LANES * k), n, k, inputs };
+        for (i, row) in parts.iter().flat_map(|part| part.chunks_exact(inputs)).enumerate() {
             let (start, width) = panels.place(i);
-            for (to, from) in panels.data[start..].iter_mut().step_by(width).zip(row) {
-                *to = *from;
+            for (to, from) in panels.data[start..].iter_mut().step_by(width).zip(row.chunks(E::STEPS)) {
+                *to = E::new(from[0], from.get(1).copied().unwrap_or(0.0));
             }
         }
         panels
@@ -47,11 +124,6 @@ impl Panels {
         self.n
     }
 
-    /// Columns of the weight: the length of a row that it multiplies.
-    pub fn inputs(&self) -> usize {
-        self.k
-    }
-
     /// Memory of the packed weight, its padding included.
     pub fn bytes(&self) -> usize {
         self.data.len() * 4
@@ -59,10 +131,10 @@ impl Panels {
 
     /// Copies row `i` of the weight: a token's vector, when the table is the head too.
     pub fn unpack_row(&self, i: usize, row: &mut [f32]) {
-        assert!(i < self.n && row.len() == self.k, "row {i} of {} x {}", self.n, self.k);
+        assert!(i < self.n && row.len() == self.inputs, "row {i} of {} x {}", self.n, self.inputs);
         let (start, width) = self.place(i);
-        for (to, from) in row.iter_mut().zip(self.data[start..].iter().step_by(width)) {
-            *to = *from;
+        for (to, from) in row.chunks_mut(E::STEPS).zip(self.data[start..].iter().step_by(width)) {
+            to.copy_from_slice(&from.values()[..to.len()]);
         }
     }
 
@@ -82,45 +154,31 @@ impl Panels {
 }
 
 /// y (m, n) = x (m, k) W^T, or y + x W^T.
-pub fn multiply(ctx: &Ctx, x: &[f32], weight: &Panels, y: &mut [f32], store: Store) {
-    let (n, k) = (weight.n, weight.k);
+pub fn multiply<E: Lane>(ctx: &Ctx, x: &[f32], weight: &Panels<E>, y: &mut [f32], store: Store) {
+    let (n, inputs) = (weight.n, weight.inputs);
     let m = y.len() / n;
-    assert_eq!((x.len(), y.len()), (m * k, m * n), "rows of {k} to rows of {n}");
+    assert_eq!((x.len(), y.len()), (m * inputs, m * n), "rows of {inputs} to rows of {n}");
     if m == 0 {
         return;
     }
-    let job = Job { x, weight, family: ctx.family(), m, y: Output(y.as_mut_ptr()), add: store == Store::Add };
-    let threads = if m * n * k < SERIAL { 1 } else { rayon::current_num_threads() };
-    if threads == 1 {
-        return job.panels(0, weight.count());
-    }
-    // Two tasks a thread, so that one whose core is busy elsewhere can be helped; more would only cost hand-offs.
-    let tasks = (2 * threads).min(weight.count());
-    let bound = |task: usize| task * weight.count() / tasks;
-    (0..tasks).into_par_iter().with_max_len(1).for_each(|task| job.panels(bound(task), bound(task + 1)));
+    E::with_rows(ctx, x, inputs, |x| {
+        let job = Job { x, weight, family: ctx.family(), m, y: Output::new(y), add: store == Store::Add };
+        spread(m * n * inputs, weight.count(), |panels| job.panels(panels));
+    });
 }
 
-/// The output, written by several threads at once.
-#[derive(Clone, Copy)]
-struct Output(*mut f32);
-// SAFETY: tasks write disjoint columns (each panel belongs to one task), and `multiply` holds the exclusive borrow of
-// the memory until all of them are done.
-unsafe impl Send for Output {}
-// SAFETY: as above.
-unsafe impl Sync for Output {}
-
-struct Job<'a> {
-    x: &'a [f32],
-    weight: &'a Panels,
+struct Job<'a, E> {
+    x: &'a [E],
+    weight: &'a Panels<E>,
     family: Family,
     m: usize,
-    y: Output,
+    y: Output<'a>,
     add: bool,
 }
 
-impl Job<'_> {
-    fn panels(&self, start: usize, end: usize) {
-        for panel in start..end {
+impl<E: Lane> Job<'_, E> {
+    fn panels(&self, panels: std::ops::Range<usize>) {
+        for panel in panels {
             let (k, width) = (self.weight.k, self.weight.width(panel));
             let data = &self.weight.data[panel * PANEL * k..][..width * k];
             let tiles = self.m.div_ceil(max_rows(self.family));
@@ -133,26 +191,33 @@ impl Job<'_> {
     }
 
     /// `rows` rows from row `first` on, times one panel.
-    fn rows(&self, panel: usize, data: &[f32], first: usize, rows: usize) {
+    fn rows(&self, panel: usize, data: &[E], first: usize, rows: usize) {
         let (n, k, width) = (self.weight.n, self.weight.k, self.weight.width(panel));
         let x = &self.x[first * k..][..rows * k];
         let wide = tile_width(self.family, rows);
         let tile_width = if width.is_multiple_of(wide) { wide } else { LANES };
         for offset in (0..width).step_by(tile_width) {
             let column = panel * PANEL + offset;
-            let tile = Tile { x, k, panel: &data[offset..], stride: width };
-            let cols = tile_width.min(n.saturating_sub(column));
-            // SAFETY: row `first + rows - 1` < m and columns `column..column + cols` <= n lie inside y, and this
-            // task alone writes them.
-            unsafe {
-                tile.run(
-                    self.family,
-                    rows,
-                    tile_width,
-                    Target { y: self.y.0.add(first * n + column), n, cols },
-                    self.add,
-                )
-            };
+            if column >= n {
+                break;
+            }
+            let cols = tile_width.min(n - column);
+            macro_rules! tiles {
+                ($($m:literal x $n:literal),*) => {
+                    match (rows, tile_width) {
+                        $(($m, $n) => {
+                            let sums = <E as Lane>::tile::<$m, $n>(self.family, x, k, &data[offset..], width);
+                            for (i, sums) in sums.iter().enumerate() {
+                                // SAFETY: panels go to one task each, and this one holds these columns.
+                                unsafe { self.y.put((first + i) * n + column, &sums[..cols], self.add) };
+                            }
+                        })*
+                        _ => unreachable!("tile of {rows} x {tile_width}"),
+                    }
+                };
+            }
+            tiles!(1 x 64, 2 x 64, 3 x 64, 4 x 64, 5 x 64, 6 x 64, 1 x 32, 2 x 32, 1 x 16, 2 x 16, 3 x 16, 4 x 16,
+                   5 x 16, 6 x 16, 3 x 8, 4 x 8);
         }
     }
 }
@@ -175,74 +240,83 @@ fn tile_width(family: Family, rows: usize) -> usize {
     }
 }
 
-#[derive(Clone, Copy)]
-struct Tile<'a> {
-    x: &'a [f32],
-    k: usize,
-    panel: &'a [f32],
-    stride: usize,
-}
-
-#[derive(Clone, Copy)]
-struct Target {
-    y: *mut f32,
-    n: usize,
-    cols: usize,
-}
-
-impl Tile<'_> {
-    /// # Safety
-    /// `target` must point at `rows` rows of `cols` elements, `n` apart, that nobody else uses.
-    unsafe fn run(self, family: Family, rows: usize, width: usize, target: Target, add: bool) {
-        macro_rules! tiles {
-            ($($m:literal x $n:literal),*) => {
-                match (rows, width) {
-                    $(($m, $n) => {
-                        let sums = tile::<$m, $n>(family, self.x, self.k, self.panel, self.stride);
-                        for (i, sums) in sums.iter().enumerate() {
-                            // SAFETY: the caller's promise.
-                            let y = unsafe { std::slice::from_raw_parts_mut(target.y.add(i * target.n), target.cols) };
-                            if add {
-                                y.iter_mut().zip(sums).for_each(|(y, sum)| *y += sum);
-                            } else {
-                                y.copy_from_slice(&sums[..target.cols]);
-                            }
-                        }
-                    })*
-                    _ => unreachable!("tile of {rows} x {width}"),
-                }
-            };
-        }
-        tiles!(1 x 64, 2 x 64, 3 x 64, 4 x 64, 5 x 64, 6 x 64, 1 x 32, 2 x 32, 1 x 16, 2 x 16, 3 x 16, 4 x 16, 5 x 16,
-               6 x 16, 3 x 8, 4 x 8);
-    }
+/// Panics unless a tile of MR x NR lies inside its operands; the tiles rely on it.
+#[inline(always)]
+fn check<E, const MR: usize, const NR: usize>(x: &[E], k: usize, panel: &[E], stride: usize) {
+    assert!(k == 0 || x.len() >= MR * k && panel.len() >= (k - 1) * stride + NR, "the tile exceeds its operands");
 }
 
 simd_fn! {
 /// MR rows times NR columns of a panel. Constant bounds and nothing that can fail inside the loops, so that `acc` lives
-/// in registers (see `gemm::full_tile`).
+/// in registers (see `gemm::tile`).
 #[allow(clippy::needless_range_loop)] // The form that is unrolled whole.
-fn tile<S, const MR: usize, const NR: usize>(x: &[f32], k: usize, panel: &[f32], stride: usize) -> [[f32; NR]; MR] {
+fn tile<S, type E: Factor, const MR: usize, const NR: usize>(x: &[E], k: usize, panel: &[E], stride: usize) -> [[f32; NR]; MR] {
     let mut acc = [[0f32; NR]; MR];
-    if k > 0 {
-        assert!(x.len() >= MR * k && panel.len() >= (k - 1) * stride + NR, "the tile exceeds its operands");
-    }
+    check::<E, MR, NR>(x, k, panel, stride);
     let (x, panel) = (x.as_ptr(), panel.as_ptr());
     for p in 0..k {
         // SAFETY: p < k, i < MR: the largest indices are those checked above.
         unsafe {
-            let w = &*panel.add(p * stride).cast::<[f32; NR]>();
-            prefetch::<NR>(panel.wrapping_add(p * stride + AHEAD));
+            let w = &*panel.add(p * stride).cast::<[E; NR]>();
+            prefetch::<E, NR>(panel.wrapping_add(p * stride + AHEAD));
             for i in 0..MR {
                 let x = *x.add(i * k + p);
                 for j in 0..NR {
-                    acc[i][j] = S::fma(x, w[j], acc[i][j]);
+                    acc[i][j] = E::dot::<S>(x, w[j], acc[i][j]);
                 }
             }
         }
     }
     acc
 }
+}
+
+/// `tile` of bf16 by the CPU's dot products (see `gemm::tile::dot_tile`).
+#[cfg(target_arch = "x86_64")]
+fn dot_tile<const MR: usize, const NR: usize>(x: &[u32], k: usize, panel: &[u32], stride: usize) -> [[f32; NR]; MR] {
+    check::<u32, MR, NR>(x, k, panel, stride);
+    // SAFETY: the family that leads here is available only where the CPU has these features, and the operands were checked.
+    unsafe { dot_tile_inner::<MR, NR>(x, k, panel, stride) }
+}
+
+/// # Safety
+/// The CPU has the features, and `check` passed.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn dot_tile_inner<const MR: usize, const NR: usize>(
+    x: &[u32],
+    k: usize,
+    panel: &[u32],
+    stride: usize,
+) -> [[f32; NR]; MR] {
+    use std::arch::x86_64::{
+        __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
+    };
+    // Both types are sixteen words; the conversion costs nothing.
+    let pairs = |x: __m512i| unsafe { std::mem::transmute::<__m512i, __m512bh>(x) };
+    let (x, panel) = (x.as_ptr(), panel.as_ptr());
+    // NR / 16 vectors of at most four.
+    let mut acc = [[_mm512_setzero_ps(); 4]; MR];
+    let mut sums = [[0f32; NR]; MR];
+    // SAFETY: i < MR, p < k and j < NR / 16, so every access ends within what `check` found inside the operands.
+    unsafe {
+        for p in 0..k {
+            prefetch::<u32, NR>(panel.wrapping_add(p * stride + AHEAD));
+            for j in 0..NR / 16 {
+                let w = pairs(_mm512_loadu_si512(panel.add(p * stride + j * 16).cast()));
+                for i in 0..MR {
+                    let x = pairs(_mm512_set1_epi32(*x.add(i * k + p) as i32));
+                    acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x, w);
+                }
+            }
+        }
+        for i in 0..MR {
+            for j in 0..NR / 16 {
+                _mm512_storeu_ps(sums[i].as_mut_ptr().add(j * 16), acc[i][j]);
+            }
+        }
+    }
+    sums
 }
 
 /// How many elements ahead a tile asks for its panel: 4 KB. With one row the hardware's prefetch does as well; with four
@@ -263,12 +337,11 @@ mod tests {
         Family::ALL.into_iter().filter(|f| f.available()).map(Ctx::cpu)
     }
 
-    #[test]
-    fn a_row_has_the_same_bits_alone_and_beside_others() {
+    fn same_bits_alone_and_beside_others<E: Lane>() {
         for ctx in contexts() {
             for (n, k) in [(1, 1), (16, 9), (40, 24), (64, 33), (130, 70), (200, 400)] {
                 let (weight, x) = (numbers(1, n * k), numbers(2, 33 * k));
-                let panels = Panels::pack(&mut Arena::default(), &[&weight], k);
+                let panels = Panels::<E>::pack(&mut Arena::default(), &[&weight], k);
                 let mut alone = vec![f32::NAN; 33 * n];
                 for (x, y) in x.chunks(k).zip(alone.chunks_mut(n)) {
                     multiply(&ctx, x, &panels, y, Store::Set);
@@ -286,11 +359,35 @@ mod tests {
     }
 
     #[test]
+    fn a_row_has_the_same_bits_alone_and_beside_others() {
+        same_bits_alone_and_beside_others::<f32>();
+        same_bits_alone_and_beside_others::<Bf16x2>();
+    }
+
+    #[test]
+    fn bf16_products_agree_with_f64_of_rounded_factors() {
+        for ctx in contexts() {
+            for (m, n, k) in [(1, 70, 33), (3, 150, 220), (8, 64, 1)] {
+                let (weight, x) = (numbers(1, n * k), numbers(2, m * k));
+                let panels = Panels::<Bf16x2>::pack(&mut Arena::default(), &[&weight], k);
+                let mut y = vec![f32::NAN; m * n];
+                multiply(&ctx, &x, &panels, &mut y, Store::Set);
+                let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
+                for (i, y) in y.iter().enumerate() {
+                    let pairs = x[i / n * k..][..k].iter().zip(&weight[i % n * k..][..k]);
+                    let exact: f64 = pairs.map(|(x, w)| rounded(*x) * rounded(*w)).sum();
+                    assert!((f64::from(*y) - exact).abs() < 1e-4, "{}: {y} against {exact}", ctx.family().name());
+                }
+            }
+        }
+    }
+
+    #[test]
     fn products_agree_with_f64_and_each_output_is_one_chain() {
         for ctx in contexts() {
             let (m, n, k) = (3, 150, 220);
             let (weight, x) = (numbers(1, n * k), numbers(2, m * k));
-            let panels = Panels::pack(&mut Arena::default(), &[&weight[..70 * k], &weight[70 * k..]], k);
+            let panels = Panels::<f32>::pack(&mut Arena::default(), &[&weight[..70 * k], &weight[70 * k..]], k);
             let mut y = vec![0.0; m * n];
             multiply(&ctx, &x, &panels, &mut y, Store::Set);
             for (i, y) in y.iter().enumerate() {
@@ -306,15 +403,20 @@ mod tests {
         }
     }
 
-    #[test]
-    fn rows_come_back_out_of_the_panels() {
+    fn rows_come_back<E: Lane>(rounded: impl Fn(f32) -> f32) {
         let (n, k) = (83, 7);
         let weight = numbers(1, n * k);
-        let panels = Panels::pack(&mut Arena::default(), &[&weight], k);
+        let panels = Panels::<E>::pack(&mut Arena::default(), &[&weight], k);
         let mut row = vec![0.0; k];
         for (i, want) in weight.chunks(k).enumerate() {
             panels.unpack_row(i, &mut row);
-            assert_eq!(row, want, "row {i}");
+            assert!(row.iter().zip(want).all(|(row, want)| *row == rounded(*want)), "row {i}");
         }
+    }
+
+    #[test]
+    fn rows_come_back_out_of_the_panels() {
+        rows_come_back::<f32>(|x| x);
+        rows_come_back::<Bf16x2>(|x| half::bf16::from_f32(x).to_f32());
     }
 }

@@ -1,0 +1,134 @@
+//! The block formats of quantised weights: 32 weights share a scale, as in GGUF files (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1).
+//!
+//! A weight is `scale * (q - zero)`, or `scale * q + min` where the format has a minimum. Called by `decode::quantized`,
+//! which keeps blocks in panels. The rounding is that of ggml's reference quantisers, so that a weight quantised here has the
+//! value that llama.cpp would give it.
+
+use half::f16;
+
+/// Weights of a block.
+pub const BLOCK: usize = 32;
+
+/// A block format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Q8_0,
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+}
+
+impl Format {
+    pub const ALL: [Format; 5] = [Format::Q8_0, Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Q8_0 => "q8_0",
+            Format::Q4_0 => "q4_0",
+            Format::Q4_1 => "q4_1",
+            Format::Q5_0 => "q5_0",
+            Format::Q5_1 => "q5_1",
+        }
+    }
+
+    /// Bits of a stored weight.
+    pub fn bits(self) -> u32 {
+        match self {
+            Format::Q8_0 => 8,
+            Format::Q4_0 | Format::Q4_1 => 4,
+            Format::Q5_0 | Format::Q5_1 => 5,
+        }
+    }
+
+    /// Whether a block has a minimum of its own; otherwise zero is `zero`.
+    pub fn has_min(self) -> bool {
+        matches!(self, Format::Q4_1 | Format::Q5_1)
+    }
+
+    /// The stored number that stands for zero; 0 where the block has a minimum.
+    pub fn zero(self) -> u8 {
+        if self.has_min() { 0 } else { 1 << (self.bits() - 1) }
+    }
+
+    /// Quantises 32 weights.
+    pub fn quantize(self, weights: &[f32; BLOCK]) -> Block {
+        if self.has_min() {
+            return self.between(weights);
+        }
+        let zero = f32::from(self.zero());
+        let largest = weights.iter().copied().fold(0f32, |most, w| if w.abs() > most.abs() { w } else { most });
+        // Q8_0 is symmetric; the others give the weight that is farthest out the lowest number, which has no opposite.
+        let scale = if self == Format::Q8_0 { largest.abs() / 127.0 } else { largest / -zero };
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        let most = (2.0 * zero - 1.0) as u8;
+        let q = weights.map(|w| {
+            let shifted = if self == Format::Q8_0 { (w * inverse).round() + zero } else { (w * inverse + zero + 0.5).floor() };
+            (shifted as u8).min(most)
+        });
+        Block { scale: f16::from_f32(scale), min: f16::ZERO, q }
+    }
+
+    fn between(self, weights: &[f32; BLOCK]) -> Block {
+        let (low, high) = weights.iter().fold((f32::MAX, f32::MIN), |(low, high), &w| (low.min(w), high.max(w)));
+        let most = ((1u32 << self.bits()) - 1) as f32;
+        let scale = (high - low) / most;
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        let q = weights.map(|w| (((w - low) * inverse + 0.5) as u8).min(most as u8));
+        Block { scale: f16::from_f32(scale), min: f16::from_f32(low), q }
+    }
+}
+
+/// 32 quantised weights, one stored number a byte.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Block {
+    pub scale: f16,
+    /// 0 in formats without one.
+    pub min: f16,
+    pub q: [u8; BLOCK],
+}
+
+impl Block {
+    /// The weights that the block stands for.
+    pub fn weights(&self, format: Format) -> [f32; BLOCK] {
+        let (scale, min, zero) = (self.scale.to_f32(), self.min.to_f32(), i32::from(format.zero()));
+        self.q.map(|q| scale * (i32::from(q) - zero) as f32 + min)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Purpose, Stream};
+
+    #[test]
+    fn a_weight_is_off_by_half_a_step_at_most() {
+        let stream = Stream::new(1, Purpose::Test);
+        for format in Format::ALL {
+            for case in 0..200 {
+                let size = [1e-3, 1.0, 100.0][case % 3];
+                let weights: [f32; BLOCK] = std::array::from_fn(|i| size * stream.normal(case as u64, i as u32));
+                let block = format.quantize(&weights);
+                let step = block.scale.to_f32().abs();
+                let far = weights.iter().fold(0f32, |far, w| far.max(w.abs()));
+                for (w, back) in weights.iter().zip(block.weights(format)) {
+                    // One end of a format without minimum has no number: it is a whole step off. The scale itself is
+                    // rounded to 11 bits, and so is a minimum.
+                    let end = if format.has_min() || format == Format::Q8_0 { 0.5 } else { 1.0 };
+                    assert!((w - back).abs() <= step * (end + 0.01) + far * 2e-3, "{}: {w} became {back}", format.name());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_and_constants_come_back() {
+        for format in Format::ALL {
+            assert_eq!(format.quantize(&[0.0; BLOCK]).weights(format), [0.0; BLOCK]);
+            for constant in [0.5f32, -2.0] {
+                let back = format.quantize(&[constant; BLOCK]).weights(format);
+                assert!(back.iter().all(|w| (w / constant - 1.0).abs() < 0.01), "{}: {back:?}", format.name());
+            }
+        }
+    }
+}
