@@ -46,7 +46,11 @@ pub const FLAGS: &[(&str, &str, &str)] = &[
     ("rope-theta", "model.rope_theta", "Base of the rotary frequencies"),
     ("tie-word-embeddings", "model.tie_word_embeddings", "Use the token table as output head"),
     ("dropout", "model.dropout", "Share of activations dropped in training"),
-    ("dtype", "train.dtype", "What matrix products multiply: f32, bf16, or auto for the faster one here; weights and sums are f32"),
+    (
+        "dtype",
+        "train.dtype",
+        "What matrix products multiply: f32, bf16, or auto for the faster one here; weights and sums are f32",
+    ),
     ("seed", "train.seed", "Seed of weights, data order and dropout"),
     ("save-every", "train.save_every", "Steps between saved states"),
     ("eval-every", "train.eval_every", "Steps between validations"),

@@ -216,20 +216,22 @@ pub fn inspection(i: &Inspection) {
 }
 
 pub fn bench(s: &BenchSummary) {
+    let what = format!("{} {} batch {} context {} {}", s.mode, s.preset, s.batch, s.context, s.dtype);
+    let percent = |share: f64| share * 100.0;
     out(&format!(
-        "{} {} batch {} context {} {} on {} threads ({}): {:.0} tok/s, {:.2} ms a step, {:.3} TFLOP/s, {:.1} GB/s, peak {}\n",
-        s.mode,
-        s.preset,
-        s.batch,
-        s.context,
-        s.dtype,
+        "{what} on {} threads ({}): {:.0} tok/s, {:.2} ms a step, peak {}\n\
+         {:.3} TFLOP/s, {:.0} % of a large product's {:.3}; {:.1} GB/s of weights, {:.0} % of a plain read's {:.1}\n",
         s.threads,
         s.kernels,
         s.tokens_per_second,
         s.milliseconds_per_step,
+        bytes(s.peak_memory_bytes),
         s.tflops,
+        percent(s.matmul_share),
+        s.matmul_tflops,
         s.gbytes_per_second,
-        bytes(s.peak_memory_bytes)
+        percent(s.stream_share),
+        s.stream_gbytes_per_second,
     ));
 }
 

@@ -71,7 +71,12 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
             qk_norm,
             o_proj: Weight::pack(arena, kind, &[&get("self_attn.o_proj", &[c, q])?], q)?,
             post_attention_layernorm: get("post_attention_layernorm", &[c])?,
-            gate_up_proj: Weight::pack(arena, kind, &[&get("mlp.gate_proj", &[f, c])?, &get("mlp.up_proj", &[f, c])?], c)?,
+            gate_up_proj: Weight::pack(
+                arena,
+                kind,
+                &[&get("mlp.gate_proj", &[f, c])?, &get("mlp.up_proj", &[f, c])?],
+                c,
+            )?,
             down_proj: Weight::pack(arena, kind, &[&get("mlp.down_proj", &[c, f])?], f)?,
         })
     }

@@ -63,7 +63,8 @@ impl Format {
         let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
         let most = (2.0 * zero - 1.0) as u8;
         let q = weights.map(|w| {
-            let shifted = if self == Format::Q8_0 { (w * inverse).round() + zero } else { (w * inverse + zero + 0.5).floor() };
+            let shifted =
+                if self == Format::Q8_0 { (w * inverse).round() + zero } else { (w * inverse + zero + 0.5).floor() };
             (shifted as u8).min(most)
         });
         Block { scale: f16::from_f32(scale), min: f16::ZERO, q }
@@ -115,7 +116,11 @@ mod tests {
                     // One end of a format without minimum has no number: it is a whole step off. The scale itself is
                     // rounded to 11 bits, and so is a minimum.
                     let end = if format.has_min() || format == Format::Q8_0 { 0.5 } else { 1.0 };
-                    assert!((w - back).abs() <= step * (end + 0.01) + far * 2e-3, "{}: {w} became {back}", format.name());
+                    assert!(
+                        (w - back).abs() <= step * (end + 0.01) + far * 2e-3,
+                        "{}: {w} became {back}",
+                        format.name()
+                    );
                 }
             }
         }

@@ -5,13 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{DType, Device, Shape, Tensor};
 
 use super::gemm::Precision;
 use super::simd::Family;
 use super::storage::{self, Element};
+use super::team::Team;
 use crate::error::Result;
 
 /// What was launched since the last `take_counts`.
@@ -28,6 +29,7 @@ pub struct Ctx {
     family: Family,
     precision: Precision,
     free: Arc<Mutex<FreeList>>,
+    team: Arc<OnceLock<Team>>,
     counts: Counts,
 }
 
@@ -36,13 +38,14 @@ impl Ctx {
     pub fn cpu(family: Family) -> Self {
         assert!(family.available(), "{} kernels cannot run on this CPU", family.name());
         let (precision, counts) = (Precision::F32, Counts::default());
-        Self { device: Device::Cpu, family, precision, free: Arc::default(), counts }
+        Self { device: Device::Cpu, family, precision, free: Arc::default(), team: Arc::default(), counts }
     }
 
     /// Another context over the same device and free list, for work that runs beside this one's; its counters are its own.
     pub fn fork(&self) -> Self {
-        let (device, free) = (self.device.clone(), Arc::clone(&self.free));
-        Self { device, family: self.family, precision: self.precision, free, counts: Counts::default() }
+        let (free, team) = (Arc::clone(&self.free), Arc::clone(&self.team));
+        let (family, precision) = (self.family, self.precision);
+        Self { device: self.device.clone(), family, precision, free, team, counts: Counts::default() }
     }
 
     pub fn device(&self) -> &Device {
@@ -51,6 +54,11 @@ impl Ctx {
 
     pub fn family(&self) -> Family {
         self.family
+    }
+
+    /// The threads of short ops, as many as the rayon pool has at the first call.
+    pub fn team(&self) -> &Team {
+        self.team.get_or_init(|| Team::new(rayon::current_num_threads()))
     }
 
     /// What matrix products multiply in.
@@ -216,7 +224,7 @@ mod tests {
 
     #[test]
     fn memory_comes_back_with_the_last_handle_and_stale_readers_are_refused() {
-        let mut ctx = Ctx::cpu(Family::Portable);
+        let ctx = Ctx::cpu(Family::Portable);
         let value = {
             let v = ctx.vec::<f32>(8);
             ctx.value(v, (2, 4))

@@ -18,8 +18,7 @@ pub enum Family {
 }
 
 impl Family {
-    pub const ALL: [Family; 5] =
-        [Family::Avx512Bf16, Family::Avx512, Family::Avx2, Family::Neon, Family::Portable];
+    pub const ALL: [Family; 5] = [Family::Avx512Bf16, Family::Avx512, Family::Avx2, Family::Neon, Family::Portable];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -40,7 +39,7 @@ impl Family {
                     && is_x86_feature_detected!("avx512bf16")
                     && is_x86_feature_detected!("avx512vnni")
                     && is_x86_feature_detected!("f16c")
-            },
+            }
             #[cfg(target_arch = "x86_64")]
             Family::Avx512 => {
                 is_x86_feature_detected!("avx512f")

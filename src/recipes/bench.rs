@@ -5,8 +5,10 @@ use std::time::Instant;
 use crate::device;
 use crate::engine::{RowSettings, Sampling, WeightType};
 use crate::error::{Error, Result};
+use crate::model::config::GptConfig;
 use crate::model::gpt::{Batch, Gpt};
-use crate::ops::{ctx::Ctx, simd::Family};
+use crate::ops::gemm::Precision;
+use crate::ops::{ctx::Ctx, rates, simd::Family};
 use crate::preset::Preset;
 use crate::random::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
@@ -46,7 +48,13 @@ pub struct BenchSummary {
     pub tokens_per_second: f64,
     pub milliseconds_per_step: f64,
     pub tflops: f64,
+    /// What a large product reaches here in the same precision, and the share of it above.
+    pub matmul_tflops: f64,
+    pub matmul_share: f64,
     pub gbytes_per_second: f64,
+    /// What reading that many bytes again and again reaches here, and the share of it above.
+    pub stream_gbytes_per_second: f64,
+    pub stream_share: f64,
     pub peak_memory_bytes: u64,
 }
 
@@ -97,11 +105,13 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
             times.push(start.elapsed().as_secs_f64());
         }
     }
-    let seconds = median(times);
-    let flops = shape.training_flops_per_token(config.context) * tokens as f64;
-    // Optimizer traffic: weight, gradient and two moments read, three of them written.
-    let bytes = 4.0 * 7.0 * shape.parameters() as f64;
-    Ok(summary(("train", precision.name()), config, &shape, tokens as f64 / seconds, seconds, flops, bytes))
+    let work = Work {
+        flops: shape.training_flops_per_token(config.context) * tokens as f64,
+        // Optimizer traffic: weight, gradient and two moments read, three of them written.
+        bytes: 4 * 7 * shape.parameters(),
+        tokens,
+    };
+    Ok(summary(("train", precision.name()), config, &shape, median(times), work, &mut trainer.ctx))
 }
 
 /// Greedy decoding of `batch` rows that begin with one token each.
@@ -122,21 +132,34 @@ pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
             times.push(start.elapsed().as_secs_f64());
         }
     }
-    let seconds = median(times);
-    let flops = 2.0 * shape.parameters() as f64 * config.batch as f64;
-    let bytes = engine.weight_bytes() as f64;
-    Ok(summary(("decode", config.kind.name()), config, &shape, config.batch as f64 / seconds, seconds, flops, bytes))
+    let work = Work {
+        flops: 2.0 * shape.parameters() as f64 * config.batch as f64,
+        bytes: engine.weight_bytes(),
+        tokens: config.batch,
+    };
+    let ctx = &mut Ctx::cpu(config.family);
+    ctx.set_precision(if config.kind == WeightType::F32 { Precision::F32 } else { Precision::fastest(config.family) });
+    Ok(summary(("decode", config.kind.name()), config, &shape, median(times), work, ctx))
+}
+
+/// What one step does.
+struct Work {
+    flops: f64,
+    bytes: usize,
+    tokens: usize,
 }
 
 fn summary(
     (mode, dtype): (&'static str, &'static str),
     config: &BenchConfig,
-    shape: &crate::model::config::GptConfig,
-    tokens_per_second: f64,
+    shape: &GptConfig,
     seconds: f64,
-    flops: f64,
-    bytes: f64,
+    work: Work,
+    ctx: &mut Ctx,
 ) -> BenchSummary {
+    let peak_memory_bytes = device::peak_memory();
+    let (flops, bytes) = (work.flops / seconds, work.bytes as f64 / seconds);
+    let (matmul, stream) = (rates::matmul(ctx), rates::stream(ctx, work.bytes));
     BenchSummary {
         mode,
         preset: config.preset.clone(),
@@ -147,10 +170,14 @@ fn summary(
         device: "cpu",
         kernels: config.family.name(),
         threads: rayon::current_num_threads(),
-        tokens_per_second,
+        tokens_per_second: work.tokens as f64 / seconds,
         milliseconds_per_step: seconds * 1e3,
-        tflops: flops / seconds / 1e12,
-        gbytes_per_second: bytes / seconds / 1e9,
-        peak_memory_bytes: device::peak_memory(),
+        tflops: flops / 1e12,
+        matmul_tflops: matmul / 1e12,
+        matmul_share: flops / matmul,
+        gbytes_per_second: bytes / 1e9,
+        stream_gbytes_per_second: stream / 1e9,
+        stream_share: bytes / stream,
+        peak_memory_bytes,
     }
 }

@@ -55,7 +55,7 @@ fn values_that_make_no_sense() {
         (&["--dropout", "1.5"], &["dropout"]),
         (&["--schedule", "sine"], &["sine", "cosine"]),
         (&["--optimizer", "sgd"], &["sgd", "adamw"]),
-        (&["--dtype", "bf16"], &["bf16", "f32"]),
+        (&["--dtype", "f16"], &["bf16", "f32"]),
         (&["--device", "cuda"], &["cuda"]),
         (&["--cpu-kernels", "sse9"], &["sse9", "portable"]),
         (&["--threads", "0"], &["--threads"]),

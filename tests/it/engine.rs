@@ -337,3 +337,81 @@ fn damaged_weights_give_an_error_and_leave_the_row_as_it_was() {
     let short = Engine::new(Ctx::cpu(Family::detect()), &mixed(), WeightType::F32, |_, _| Ok(vec![0.0; 3]));
     assert!(short.err().unwrap().to_string().contains("model.embed_tokens.weight"));
 }
+
+/// `mixed` with rows of whole blocks, so that every type of weight fits.
+fn blocks() -> GptConfig {
+    GptConfig { hidden_size: 64, intermediate_size: 96, head_dim: 24, ..mixed() }
+}
+
+fn engine_of(kind: WeightType, family: Family) -> Engine {
+    let plain = Plain::new(blocks(), SEED);
+    Engine::new(Ctx::cpu(family), &blocks(), kind, |name, shape| Ok(plain.weight(name, shape))).unwrap()
+}
+
+#[test]
+fn every_type_of_weight_gives_a_row_the_same_text_alone_and_beside_others() {
+    for family in families() {
+        for kind in WeightType::all() {
+            let mut engine = engine_of(kind, family);
+            let count = 32;
+            let mut rows: Vec<Row> =
+                (0..count).map(|i| engine.row(&tokens(1 + 3 * (i % 5)), settings(i as u64)).unwrap()).collect();
+            for step in 0..12 {
+                // From one row to all of them, so that every height of tile is met.
+                let mut refs: Vec<&mut Row> = rows.iter_mut().take(1 + 3 * step).collect();
+                engine.step(&mut refs).unwrap();
+            }
+            for i in [0, 1, 4, 16, 31] {
+                let new = rows[i].new_ids().to_vec();
+                let what = format!("{} {} row {i}", family.name(), kind.name());
+                assert_eq!(
+                    alone(&mut engine, &tokens(1 + 3 * (i % 5)), settings(i as u64), new.len(), 7),
+                    new,
+                    "{what}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn narrower_weights_stay_near_the_wide_ones_and_are_read_once() {
+    let ids = tokens(40);
+    let logits = |kind| -> Vec<f32> {
+        let all = bits(&mut engine_of(kind, Family::detect()), &ids, CacheSettings::default(), 16);
+        all.into_iter().map(f32::from_bits).collect()
+    };
+    let wide = logits(WeightType::F32);
+    let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    for kind in WeightType::all() {
+        // Relative error of the logits: random weights hide nothing, so it is that of the types, a few times over.
+        let bound = match kind.name() {
+            "f32" => 1e-9,
+            "bf16" => 0.03,
+            "q8_0" => 0.05,
+            "q5_0" | "q5_1" => 0.25,
+            _ => 0.5,
+        };
+        let narrow = logits(kind);
+        let off = norm(&mut wide.iter().zip(&narrow).map(|(w, n)| w - n)) / norm(&mut wide.iter().copied());
+        assert!(off < bound, "{}: relative error {off}", kind.name());
+        let mut engine = engine_of(kind, Family::detect());
+        for count in [1, 8] {
+            let mut rows: Vec<Row> = (0..count).map(|i| engine.row(&tokens(1), settings(i)).unwrap()).collect();
+            engine.take_counts();
+            engine.step(&mut rows.iter_mut().collect::<Vec<_>>()).unwrap();
+            let vectors = count * 64 * 4;
+            assert_eq!(engine.take_counts().weight_bytes, engine.weight_bytes() as u64 + vectors, "{}", kind.name());
+        }
+    }
+}
+
+#[test]
+fn rows_that_are_no_whole_blocks_are_refused_with_a_way_out() {
+    let plain = Plain::new(mixed(), SEED);
+    let kind = WeightType::named("q4_0").unwrap();
+    let refused = Engine::new(Ctx::cpu(Family::detect()), &mixed(), kind, |name, shape| Ok(plain.weight(name, shape)));
+    let error = refused.err().unwrap();
+    assert!(error.to_string().contains("32") && error.hint().unwrap().contains("bf16"), "{error}");
+    assert!(WeightType::named("q8").unwrap_err().hint().unwrap().contains("q8_0"));
+}

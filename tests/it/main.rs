@@ -10,3 +10,4 @@ mod plain;
 mod readme;
 mod reference;
 mod resume;
+mod speed;

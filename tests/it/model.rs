@@ -4,7 +4,7 @@ use gpt::model::config::{GptConfig, ModelType};
 use gpt::model::gpt::{Batch, Gpt};
 use gpt::nn::dropout::Dropout;
 use gpt::ops::cross_entropy::IGNORE;
-use gpt::ops::{ctx::Ctx, simd::Family, storage};
+use gpt::ops::{ctx::Ctx, gemm::Precision, simd::Family, storage};
 use gpt::random::{Purpose, Stream};
 
 use crate::reference;
@@ -59,6 +59,30 @@ fn loss_and_every_gradient_equal_candles_autograd() {
                     // f32 sums over tens of terms; a wrong formula errs by a tenth or more.
                     assert!(error / size < 2e-5, "{} {}: off by {:.1e}", family.name(), part.name, error / size);
                 }
+            }
+        }
+    }
+}
+
+/// bf16 rounds factors to 8 bits: errors of a few thousandths that average out, and never a wrong formula's tenths.
+#[test]
+fn products_in_bf16_give_nearly_the_same_loss_and_gradients() {
+    for family in Family::ALL.into_iter().filter(|f| f.available()) {
+        for config in configs() {
+            let batch = batch(&ids(1, 3, 13, config.vocab_size), &ids(2, 3, 13, config.vocab_size));
+            let run = |precision| {
+                let (mut ctx, model) = (Ctx::cpu(family), model(&config));
+                ctx.set_precision(precision);
+                let loss = model.accumulate(&mut ctx, &batch, 1.0, Dropout::off()).unwrap();
+                let read = |t: &candle_core::Tensor| storage::read::<f32>("test", t).unwrap().to_vec();
+                (read(&loss)[0], model.parameters().iter().map(|p| read(p.gradient())).collect::<Vec<_>>())
+            };
+            let ((wide, wide_gradients), (narrow, gradients)) = (run(Precision::F32), run(Precision::Bf16));
+            assert!(wide != narrow && (narrow / wide - 1.0).abs() < 5e-3, "{}: {narrow} against {wide}", family.name());
+            for (wide, narrow) in wide_gradients.iter().zip(&gradients) {
+                let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+                let off = norm(&mut wide.iter().zip(narrow).map(|(w, n)| w - n)) / norm(&mut wide.iter().copied());
+                assert!(off < 0.06, "{}: a gradient is off by {off}", family.name());
             }
         }
     }

@@ -7,17 +7,12 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::aligned::prefetch;
 use super::pages::{PAGE, Table};
-use super::{Tables, Workspace};
+use super::{Tables, Workspace, each_part};
 use crate::error::Result;
 use crate::ops::ctx::Ctx;
 use crate::ops::simd::{self, Simd, simd_fn};
-
-/// Keys times heads from which the lanes are shared between threads.
-const PARALLEL: usize = 512;
 
 /// attention = softmax(q k / sqrt(D)) v over the visible positions of each lane's row.
 pub fn attend(ctx: &mut Ctx, ws: &mut Workspace, tables: &impl Tables) -> Result<()> {
@@ -25,7 +20,7 @@ pub fn attend(ctx: &mut Ctx, ws: &mut Workspace, tables: &impl Tables) -> Result
     let (family, heads) = (ctx.family(), ws.sizes.heads);
     let (size, part) = (heads.attention_size(), heads.group() * heads.dim);
     let (lanes, query) = (&ws.lanes, &ws.query);
-    let task = |(i, out): (usize, &mut [f32])| {
+    let task = |i: usize, out: &mut [f32]| {
         let (lane, head) = (lanes[i / heads.key_value], i % heads.key_value);
         let query = &query[i / heads.key_value * 2 * size..][..2 * size];
         let table = tables.table(lane.row);
@@ -38,11 +33,9 @@ pub fn attend(ctx: &mut Ctx, ws: &mut Workspace, tables: &impl Tables) -> Result
         attend_group(family, query, table, head, out);
     };
     let keys: usize = lanes.iter().map(|lane| lane.position.min(tables.table(lane.row).window())).sum();
-    if keys * heads.attention < PARALLEL {
-        ws.attention.chunks_exact_mut(part).enumerate().for_each(task);
-    } else {
-        ws.attention.par_chunks_exact_mut(part).enumerate().for_each(task);
-    }
+    // Keys and values, at what one core reads and multiplies in a nanosecond, roughly.
+    let nanoseconds = (keys * heads.attention * heads.dim * 8) as f64 / 40.0;
+    each_part(ctx, nanoseconds, &mut ws.attention, part, task);
     Ok(())
 }
 

@@ -13,9 +13,9 @@ use crate::ops::simd::{Family, sigmoid, simd_fn};
 pub fn project(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace, tables: &mut impl Tables) -> Result<()> {
     let norms: usize = layer.qk_norm.iter().flatten().map(Vec::len).sum();
     ctx.launch(layer.qkv_proj.bytes() + 4 * (layer.input_layernorm.len() + norms));
-    normalize(ctx.family(), &layer.input_layernorm, ws);
+    normalize(ctx, &layer.input_layernorm, ws);
     multiply(ctx, &ws.normed, &layer.qkv_proj, &mut ws.qkv, Store::Set);
-    turn_queries(ctx.family(), layer, ws);
+    turn_queries(ctx, layer, ws);
     append(ctx.family(), layer, ws, tables);
     Ok(())
 }
@@ -30,10 +30,10 @@ pub fn out(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace) -> Result<()> {
 /// Norm, gate and up product, silu(gate) * up.
 pub fn gate_up(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace) -> Result<()> {
     ctx.launch(layer.gate_up_proj.bytes() + 4 * layer.post_attention_layernorm.len());
-    normalize(ctx.family(), &layer.post_attention_layernorm, ws);
+    normalize(ctx, &layer.post_attention_layernorm, ws);
     multiply(ctx, &ws.normed, &layer.gate_up_proj, &mut ws.gate_up, Store::Set);
     let (family, width, gate_up) = (ctx.family(), ws.sizes.intermediate_size, &ws.gate_up);
-    each_lane(&mut ws.activation, width, |lane, y| {
+    each_lane(ctx, &mut ws.activation, width, |lane, y| {
         let (gate, up) = gate_up[lane * 2 * width..][..2 * width].split_at(width);
         swiglu(family, gate, up, y);
     });
@@ -47,21 +47,21 @@ pub fn down(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace) -> Result<()> {
     Ok(())
 }
 
-fn normalize(family: Family, weight: &[f32], ws: &mut Workspace) {
+fn normalize(ctx: &Ctx, weight: &[f32], ws: &mut Workspace) {
     let (width, x) = (ws.sizes.hidden_size, &ws.x);
-    let eps = ws.sizes.rms_norm_eps;
-    each_lane(&mut ws.normed, width, |lane, y| {
+    let (family, eps) = (ctx.family(), ws.sizes.rms_norm_eps);
+    each_lane(ctx, &mut ws.normed, width, |lane, y| {
         y.copy_from_slice(&x[lane * width..][..width]);
         rms_norm(family, y, weight, eps);
     });
 }
 
 /// Query heads, normalised and rotated to their position and, where that differs, for the sinks.
-fn turn_queries(family: Family, layer: &Layer, ws: &mut Workspace) {
-    let (heads, eps) = (ws.sizes.heads, ws.sizes.rms_norm_eps);
+fn turn_queries(ctx: &Ctx, layer: &Layer, ws: &mut Workspace) {
+    let (family, heads, eps) = (ctx.family(), ws.sizes.heads, ws.sizes.rms_norm_eps);
     let (dim, width, size) = (heads.dim, heads.qkv_size(), heads.attention_size());
     let (lanes, qkv, angles) = (&ws.lanes, &ws.qkv, &ws.angles);
-    each_lane(&mut ws.query, 2 * size, |i, query| {
+    each_lane(ctx, &mut ws.query, 2 * size, |i, query| {
         let (window, sinks) = query.split_at_mut(size);
         let (here, there) = angles[i * 2 * dim..][..2 * dim].split_at(dim);
         window.copy_from_slice(&qkv[i * width..][..size]);

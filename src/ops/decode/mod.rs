@@ -15,12 +15,11 @@ pub mod quantized;
 pub mod skinny;
 pub mod weight;
 
-use rayon::prelude::*;
-
+use crate::ops::ctx::Ctx;
 use crate::ops::heads::Heads;
 use crate::ops::simd::{self, simd_fn};
 use pages::Table;
-use weight::Weight;
+use weight::{Output, Weight};
 
 /// One token of a step.
 #[derive(Clone, Copy, Debug)]
@@ -147,16 +146,20 @@ fn rotations(frequencies: &[f64], position: usize, angles: &mut [f32]) {
     }
 }
 
-/// Elements from which a loop over lanes is worth sharing between threads.
-const PARALLEL: usize = 32 * 1024;
-
 /// Runs `f` on each lane's part of a buffer, on all threads if there is enough to do.
-fn each_lane(data: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
-    if data.len() < PARALLEL {
-        data.chunks_exact_mut(width).enumerate().for_each(|(lane, part)| f(lane, part));
-    } else {
-        data.par_chunks_exact_mut(width).enumerate().with_min_len(4).for_each(|(lane, part)| f(lane, part));
+fn each_lane(ctx: &Ctx, data: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+    // An element costs half a nanosecond, roughly.
+    each_part(ctx, data.len() as f64 / 2.0, data, width, f);
+}
+
+/// Runs `f` on each part of `width` elements, on all threads if work of so many nanoseconds is worth it.
+fn each_part(ctx: &Ctx, nanoseconds: f64, data: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+    if !ctx.team().is_worth(nanoseconds) {
+        return data.chunks_exact_mut(width).enumerate().for_each(|(i, part)| f(i, part));
     }
+    let (count, parts) = (data.len() / width, Output::new(data));
+    // SAFETY: the team runs each number once, so each part has one user.
+    ctx.team().run(count, |i| f(i, unsafe { parts.slice(i * width, width) }));
 }
 
 simd_fn! {

@@ -139,7 +139,7 @@ pub fn multiply(ctx: &Ctx, x: &[f32], weight: &Blocks, y: &mut [f32], store: Sto
     quantize_rows(ctx.family(), x, &mut fours, &mut scales, &mut sums);
     let rows = Rows { fours: &fours, scales: &scales, sums: &sums, blocks: k / BLOCK };
     let job = Job { rows, weight, family: ctx.family(), m, y: Output::new(y), add: store == Store::Add };
-    spread(m * n * k, n.div_ceil(PANEL), |panels| panels.for_each(|panel| job.panel(panel)));
+    spread(ctx, weight.bytes(), m * n * k, n.div_ceil(PANEL), |panels| panels.for_each(|panel| job.panel(panel)));
     ctx.recycle(fours);
     ctx.recycle(scales);
     ctx.recycle(sums);
@@ -359,6 +359,7 @@ mod vnni {
     /// # Safety
     /// The CPU has the features, and `tile_of` has checked the operands.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
+    #[allow(clippy::needless_range_loop)] // The form that is unrolled whole.
     pub unsafe fn tile<const BITS: usize, const MIN: usize, const MR: usize, const NR: usize>(
         rows: Rows,
         data: &[u8],
@@ -405,9 +406,8 @@ mod vnni {
                     }
                 }
                 for j in 0..NR / 16 {
-                    let half = |at: usize| {
-                        _mm512_cvtph_ps(_mm256_loadu_si256(block.add(at + (offset + j * 16) * 2).cast()))
-                    };
+                    let half =
+                        |at: usize| _mm512_cvtph_ps(_mm256_loadu_si256(block.add(at + (offset + j * 16) * 2).cast()));
                     let scale = half(parts.scales);
                     for i in 0..MR {
                         let at = i * rows.blocks + b;

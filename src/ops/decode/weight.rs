@@ -6,8 +6,6 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::aligned::Arena;
 use super::quantized::{self, Blocks};
 use super::skinny::{self, Panels};
@@ -68,7 +66,8 @@ impl Weight {
                 Weight::Blocks(Blocks::pack(arena, format, parts, k))
             }
             WeightType::Blocks(format) => {
-                let what = format!("{} needs rows of whole blocks of {BLOCK}, and a weight has rows of {k}", format.name());
+                let what =
+                    format!("{} needs rows of whole blocks of {BLOCK}, and a weight has rows of {k}", format.name());
                 return Err(Error::failed(what).with_hint("use bf16 or f32 for this model"));
             }
         })
@@ -111,19 +110,18 @@ pub fn multiply(ctx: &Ctx, x: &[f32], weight: &Weight, y: &mut [f32], store: Sto
     }
 }
 
-/// Below this many multiply-adds a hand-off to other threads costs more than it gains.
-const SERIAL: usize = 64 * 1024;
-
-/// Runs `f` on ranges that together are `panels`, on all threads if `work` multiply-adds are worth it.
-pub(super) fn spread(work: usize, panels: usize, f: impl Fn(Range<usize>) + Sync) {
-    let threads = if work < SERIAL { 1 } else { rayon::current_num_threads() };
-    if threads == 1 {
+/// Runs `f` on ranges that together are `panels`, on all threads if that is worth it for a product that reads `bytes` and
+/// does `work` multiply-adds.
+pub(super) fn spread(ctx: &Ctx, bytes: usize, work: usize, panels: usize, f: impl Fn(Range<usize>) + Sync) {
+    // What a core reads from its caches and computes in a nanosecond, roughly.
+    let nanoseconds = (bytes as f64 / 60.0).max(work as f64 / 100.0);
+    let team = ctx.team();
+    if !team.is_worth(nanoseconds) {
         return f(0..panels);
     }
-    // Two tasks a thread, so that one whose core is busy elsewhere can be helped; more would only cost hand-offs.
-    let tasks = (2 * threads).min(panels);
+    let tasks = team.threads().min(panels);
     let bound = |task: usize| task * panels / tasks;
-    (0..tasks).into_par_iter().with_max_len(1).for_each(|task| f(bound(task)..bound(task + 1)));
+    team.run(tasks, |task| f(bound(task)..bound(task + 1)));
 }
 
 /// The output, written by several tasks at once.
@@ -134,7 +132,7 @@ pub(super) struct Output<'a> {
     borrowed: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: elements are reached through `put` alone, whose callers promise that no two tasks write the same one.
+// SAFETY: elements are reached through `slice` alone, whose callers promise that no two tasks write the same one.
 unsafe impl Sync for Output<'_> {}
 
 impl<'a> Output<'a> {
@@ -142,14 +140,23 @@ impl<'a> Output<'a> {
         Self { start: y.as_mut_ptr(), len: y.len(), borrowed: PhantomData }
     }
 
+    /// `len` elements from `at` on.
+    ///
+    /// # Safety
+    /// While the slice lives nobody else reads or writes these elements.
+    pub unsafe fn slice(self, at: usize, len: usize) -> &'a mut [f32] {
+        assert!(at + len <= self.len, "elements past the end of the output");
+        // SAFETY: the range was checked, the memory is borrowed exclusively for 'a, and the caller excludes other users.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
+    }
+
     /// Stores sums from element `at` on, or adds them.
     ///
     /// # Safety
     /// Nobody else reads or writes these elements meanwhile.
     pub unsafe fn put(self, at: usize, sums: &[f32], add: bool) {
-        assert!(at + sums.len() <= self.len, "sums past the end of the output");
-        // SAFETY: the range was checked, the memory is borrowed exclusively for 'a, and the caller excludes other users.
-        let y = unsafe { std::slice::from_raw_parts_mut(self.start.add(at), sums.len()) };
+        // SAFETY: the caller's promise.
+        let y = unsafe { self.slice(at, sums.len()) };
         if add {
             y.iter_mut().zip(sums).for_each(|(y, sum)| *y += sum);
         } else {

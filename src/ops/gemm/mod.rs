@@ -174,13 +174,18 @@ fn multiply<E: Factor>(family: Family, a: Matrix, packed: &[E], n: usize, c: &mu
         for start in (0..steps).step_by(K_BLOCK) {
             let end = (start + K_BLOCK).min(steps);
             let store = if start == 0 { store } else { Store::Add };
-            with_row_tiles(family, a.columns(start * E::STEPS, (end * E::STEPS).min(k)), tile_rows(family, width), |a| {
-                for (panel, packed) in packed.chunks_exact(steps * width).enumerate() {
-                    let (column, cols) = (panel * width, width.min(n - panel * width));
-                    let out = Tile { c: &mut c[column..], stride: n, cols, store };
-                    multiply_tiles(family, width, a, &packed[start * width..end * width], out);
-                }
-            });
+            with_row_tiles(
+                family,
+                a.columns(start * E::STEPS, (end * E::STEPS).min(k)),
+                tile_rows(family, width),
+                |a| {
+                    for (panel, packed) in packed.chunks_exact(steps * width).enumerate() {
+                        let (column, cols) = (panel * width, width.min(n - panel * width));
+                        let out = Tile { c: &mut c[column..], stride: n, cols, store };
+                        multiply_tiles(family, width, a, &packed[start * width..end * width], out);
+                    }
+                },
+            );
         }
     });
 }
@@ -253,8 +258,16 @@ mod tests {
     fn every_shape_family_precision_and_transposition_agrees_with_f64() {
         for mut ctx in contexts() {
             let what = format!("{} {}", ctx.family().name(), ctx.precision().name());
-            let shapes =
-                [(1, 1, 1), (5, 3, 7), (13, 70, 65), (48, 64, 64), (7, 2200, 33), (200, 31, 130), (6, 0, 4), (67, 129, 16)];
+            let shapes = [
+                (1, 1, 1),
+                (5, 3, 7),
+                (13, 70, 65),
+                (48, 64, 64),
+                (7, 2200, 33),
+                (200, 31, 130),
+                (6, 0, 4),
+                (67, 129, 16),
+            ];
             for (m, k, n) in shapes {
                 for case in 0..8 {
                     let (a, b) = (numbers(1, m * k), numbers(2, k * n));

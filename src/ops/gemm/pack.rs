@@ -101,7 +101,8 @@ fn join<E: Factor, const N: usize>(first: &[f32; N], second: Option<&[f32; N]>, 
 pub fn pack_panel<E: Factor>(family: Family, b: Matrix, panel: usize, width: usize, packed: &mut [E]) {
     b.check();
     let first = panel * width;
-    let part = Matrix { data: &b.data[(first * b.col_stride).min(b.data.len())..], cols: width.min(b.cols - first), ..b };
+    let part =
+        Matrix { data: &b.data[(first * b.col_stride).min(b.data.len())..], cols: width.min(b.cols - first), ..b };
     match (width, part.cols == width) {
         (64, true) => pack_whole::<E, 64>(family, part, packed),
         (32, true) => pack_whole::<E, 32>(family, part, packed),

@@ -36,19 +36,16 @@ pub fn multiply_tiles<E: Factor>(family: Family, width: usize, a: RowTiles<E>, p
     match width {
         64 => rows_of_tiles::<E, 6, 64>(family, a, panel, out),
         32 => rows_of_tiles::<E, 12, 32>(family, a, panel, out),
-        16 if matches!(family, Family::Avx512 | Family::Avx512Bf16) => rows_of_tiles::<E, 12, 16>(family, a, panel, out),
+        16 if matches!(family, Family::Avx512 | Family::Avx512Bf16) => {
+            rows_of_tiles::<E, 12, 16>(family, a, panel, out)
+        }
         16 => rows_of_tiles::<E, 6, 16>(family, a, panel, out),
         8 => rows_of_tiles::<E, 4, 8>(family, a, panel, out),
         _ => unreachable!("panel width {width} comes from `panel_width`"),
     }
 }
 
-fn rows_of_tiles<E: Factor, const MR: usize, const NR: usize>(
-    family: Family,
-    a: RowTiles<E>,
-    panel: &[E],
-    out: Tile,
-) {
+fn rows_of_tiles<E: Factor, const MR: usize, const NR: usize>(family: Family, a: RowTiles<E>, panel: &[E], out: Tile) {
     let Tile { c, stride, cols, store } = out;
     let mut i = 0;
     while i < a.rows {
@@ -64,12 +61,7 @@ fn rows_of_tiles<E: Factor, const MR: usize, const NR: usize>(
 }
 
 /// The first MR rows of `a` times a panel; returns MR. The last panel's columns past C go through a whole tile.
-fn tile<E: Factor, const MR: usize, const NR: usize>(
-    family: Family,
-    a: RowTiles<E>,
-    panel: &[E],
-    out: Tile,
-) -> usize {
+fn tile<E: Factor, const MR: usize, const NR: usize>(family: Family, a: RowTiles<E>, panel: &[E], out: Tile) -> usize {
     let Tile { c, stride, cols, store } = out;
     if cols >= NR {
         E::tile::<MR, NR>(family, a, panel, c, stride, store == Store::Add);
@@ -149,6 +141,7 @@ pub fn dot_tile<const MR: usize, const NR: usize>(
 /// The CPU has the features, and `check` passed.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
+#[allow(clippy::needless_range_loop)] // The form that is unrolled whole.
 unsafe fn dot_tile_inner<const MR: usize, const NR: usize>(
     a: RowTiles<u32>,
     panel: &[u32],
