@@ -49,8 +49,9 @@ fn products(c: &mut Criterion) {
             let (mut y, mut dx, mut dw) = (vec![0.0; m * n], vec![0.0; m * k], vec![0.0; n * k]);
             group.bench_function("forward", |b| on_the_pool(b, || gemm(&mut ctx, x, w.t(), &mut y, Store::Set)));
             group.bench_function("backward_input", |b| on_the_pool(b, || gemm(&mut ctx, dy, w, &mut dx, Store::Set)));
-            group
-                .bench_function("backward_weight", |b| on_the_pool(b, || gemm(&mut ctx, dy.t(), x, &mut dw, Store::Set)));
+            group.bench_function("backward_weight", |b| {
+                on_the_pool(b, || gemm(&mut ctx, dy.t(), x, &mut dw, Store::Set))
+            });
             group.finish();
         }
     }
@@ -58,8 +59,7 @@ fn products(c: &mut Criterion) {
 
 /// Forward and backward of medium's attention.
 fn attention_of_medium(c: &mut Criterion) {
-    let shape =
-        Attention { batch: 8, seq: 256, heads: Heads { attention: 6, key_value: 6, dim: 64 }, window: None };
+    let shape = Attention { batch: 8, seq: 256, heads: Heads { attention: 6, key_value: 6, dim: 64 }, window: None };
     let (n, width) = (shape.batch * shape.seq, shape.heads.attention_size());
     let qkv = storage::tensor(numbers(1, n * shape.heads.qkv_size()), (n, shape.heads.qkv_size()));
     let (dout, dqkv) = (storage::tensor(numbers(2, n * width), (n, width)), qkv.copy().expect("a copy in memory"));
