@@ -89,7 +89,12 @@ pub fn resolve(
     data::require_window("training", &corpus.train, context)?;
     if preset.data.validation > 0.0 && corpus.validation.len() < 2 {
         let what = format!("the held-out split of {} has nothing in it", preset.data.source);
-        let hint = "give more text, or --validation 0 to hold nothing out, or a larger share";
+        // A few tokens more than the two that are needed, as a share rounded up to thousandths.
+        let share = (4e3 / corpus.train.len().max(8) as f64).ceil() / 1e3;
+        let hint = match corpus.train.has_documents() {
+            false => format!("--validation {share} holds some tokens out, --validation 0 none"),
+            true => "give more documents or a larger share with --validation, or --validation 0 to hold nothing out".into(),
+        };
         return Err(Error::failed(what).with_hint(hint));
     }
     let windows_per_epoch = Windows::new(&corpus.train, context, 0).per_epoch();

@@ -152,3 +152,18 @@ fn a_full_disk_loses_nothing() {
     let _ = std::process::Command::new("umount").arg(&disk).status();
     done.unwrap();
 }
+
+#[test]
+fn an_empty_split_names_a_share_that_works() {
+    let place = Place::new();
+    let text = place.file("small.txt", "a small text of some fifty letters and a few more to train on");
+    let train = |share: &str| {
+        let flags = ["train", "--data", text, "--out", "run", "--steps", "1", "--validation", share];
+        place.run(&[&flags[..], SMALL].concat())
+    };
+    let refused = train("0.001");
+    let said = refused.stderr.clone();
+    refused.fails(1, &["held-out", "--validation 0."]);
+    let share = said.split("--validation ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    assert_eq!(train(share).code, Some(0), "the share that the error named, {share}, does not work");
+}

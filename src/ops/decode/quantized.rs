@@ -284,11 +284,11 @@ fn widen(bits: u16) -> f32 {
     f32::from_bits(((bits & 0x7fff) << 13) | ((bits & 0x8000) << 16)) * f32::from_bits((254 - 15) << 23)
 }
 
-/// Where the bit of number `at` of fives lies in a word of four.
+/// The fifth bits of four numbers, bits 0 to 3, each as the fifth bit of a byte.
 #[inline(always)]
 fn spread_bits(bits: u32) -> u32 {
-    // Bits 0 to 3 to bits 4, 12, 20 and 28: the copies that the factor makes do not overlap.
-    ((bits.wrapping_mul(0x0020_4081) & 0x0101_0101) << 4) & 0x1010_1010
+    // The copies that the factor makes do not overlap.
+    (bits.wrapping_mul(0x0020_4081) & 0x0101_0101) << 4
 }
 
 simd_fn! {
