@@ -28,14 +28,8 @@ try:
 except ImportError as error:
     sys.exit(f"llama_decode.py: {error}; see scripts/peers/README.md")
 
-PRESETS = {
-    "tiny": dict(layers=4, hidden=128, heads=4, ffn=384),
-    "small": dict(layers=6, hidden=256, heads=4, ffn=768),
-    "medium": dict(layers=6, hidden=384, heads=6, ffn=1024),
-    "large": dict(layers=8, hidden=512, heads=8, ffn=1536),
-    "huge": dict(layers=12, hidden=768, heads=12, ffn=2048),
-}
-VOCAB = 320
+from presets import PRESETS, VOCAB
+
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
     "bf16": gguf.GGMLQuantizationType.BF16,

@@ -183,3 +183,21 @@ fn rotate<S>(head: &mut [f32], angles: &[f32]) {
     }
 }
 }
+
+/// What the tests of the products share.
+#[cfg(test)]
+mod testing {
+    use crate::ops::ctx::Ctx;
+    use crate::ops::simd::Family;
+    use crate::random::{Purpose, Stream};
+
+    pub fn numbers(salt: u64, len: usize) -> Vec<f32> {
+        let stream = Stream::new(3, Purpose::Test);
+        (0..len).map(|i| stream.normal(salt, i as u32)).collect()
+    }
+
+    /// A context for every family of this machine.
+    pub fn contexts() -> impl Iterator<Item = Ctx> {
+        Family::ALL.into_iter().filter(|f| f.available()).map(Ctx::cpu)
+    }
+}

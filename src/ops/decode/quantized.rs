@@ -7,7 +7,7 @@
 //! `[4 or 8][64][4]` (4-bit ones two to a byte: fours p and p + 4), the fifth bits `[64]` as words, the scales `[64]` as
 //! f16 and, in formats that have them, the minima.
 
-use super::aligned::{Aligned, Arena, prefetch};
+use super::aligned::{Aligned, Arena};
 use super::weight::{Output, spread};
 use crate::ops::blocks::{BLOCK, Block, Format};
 use crate::ops::ctx::Ctx;
@@ -351,7 +351,8 @@ fn tile<S, const BITS: usize, const MIN: usize, const MR: usize, const NR: usize
 mod vnni {
     use std::arch::x86_64::*;
 
-    use super::{FOURS, PANEL, Parts, Rows, prefetch};
+    use super::super::aligned::prefetch;
+    use super::{FOURS, PANEL, Parts, Rows};
 
     /// Bytes ahead of a tile's block that are asked for.
     const AHEAD: usize = 4096;
@@ -433,17 +434,8 @@ mod vnni {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::{contexts, numbers};
     use super::*;
-    use crate::random::{Purpose, Stream};
-
-    fn numbers(salt: u64, len: usize) -> Vec<f32> {
-        let stream = Stream::new(3, Purpose::Test);
-        (0..len).map(|i| stream.normal(salt, i as u32)).collect()
-    }
-
-    fn contexts() -> impl Iterator<Item = Ctx> {
-        Family::ALL.into_iter().filter(|f| f.available()).map(Ctx::cpu)
-    }
 
     #[test]
     fn rows_come_back_as_the_blocks_have_them() {

@@ -326,17 +326,8 @@ const AHEAD: usize = 8192;
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::{contexts, numbers};
     use super::*;
-    use crate::random::{Purpose, Stream};
-
-    fn numbers(salt: u64, len: usize) -> Vec<f32> {
-        let stream = Stream::new(3, Purpose::Test);
-        (0..len).map(|i| stream.normal(salt, i as u32)).collect()
-    }
-
-    fn contexts() -> impl Iterator<Item = Ctx> {
-        Family::ALL.into_iter().filter(|f| f.available()).map(Ctx::cpu)
-    }
 
     fn same_bits_alone_and_beside_others<E: Lane>() {
         for ctx in contexts() {
