@@ -93,7 +93,9 @@ pub fn resolve(
         let share = (4e3 / corpus.train.len().max(8) as f64).ceil() / 1e3;
         let hint = match corpus.train.has_documents() {
             false => format!("--validation {share} holds some tokens out, --validation 0 none"),
-            true => "give more documents or a larger share with --validation, or --validation 0 to hold nothing out".into(),
+            true => {
+                "give more documents or a larger share with --validation, or --validation 0 to hold nothing out".into()
+            }
         };
         return Err(Error::failed(what).with_hint(hint));
     }

@@ -129,3 +129,49 @@ fn two_writers_of_one_run_exclude_each_other() {
     lock.lock().unwrap();
     place.train("run", 10, &["--resume"]).fails(1, &["in use"]);
 }
+
+fn interrupt(child: &std::process::Child) {
+    let sent = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
+/// Waits until `path` exists and holds something.
+fn wait_for(path: &std::path::Path) {
+    let start = Instant::now();
+    while !std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some()) {
+        assert!(start.elapsed() < Duration::from_secs(60), "{} stays empty", path.display());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn ctrl_c_saves_and_going_on_gives_the_bytes_of_an_uninterrupted_run() {
+    let place = Place::new();
+    place.train("whole", 300, FLAGS).ok();
+    let base = ["train", "--data", place.text(), "--out", "stopped", "--steps", "300", "--eval-every", "10"];
+    let mut child = place.start(&[&base[..], &["--save-every", "10"], SMALL, FLAGS].concat());
+    wait_for(&place.path("stopped/steps"));
+    interrupt(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(0), "one Ctrl-C ends a run in order");
+    place.train("stopped", 300, &[FLAGS, &["--resume"]].concat()).ok();
+    assert_same(&result(&place, "whole", "000300"), &result(&place, "stopped", "000300"));
+}
+
+#[test]
+fn a_second_ctrl_c_leaves_at_once_and_loses_nothing_saved() {
+    let place = Place::new();
+    place.train("run", 20, FLAGS).ok();
+    let before = result(&place, "run", "000020");
+    // A step that would take hours.
+    let endless = ["--steps", "30", "--accumulate", "1000000", "--resume", "--save-every", "10", "--eval-every", "10"];
+    let base = ["train", "--data", place.text(), "--out", "run"];
+    let mut child = place.start(&[&base[..], SMALL, &endless].concat());
+    std::thread::sleep(Duration::from_millis(500));
+    interrupt(&child);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(child.try_wait().unwrap().is_none(), "the first Ctrl-C lets the step finish");
+    interrupt(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_same(&before, &result(&place, "run", "000020"));
+    place.train("run", 30, &[FLAGS, &["--resume"]].concat()).ok();
+}
