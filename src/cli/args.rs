@@ -204,6 +204,8 @@ pub struct TrainBenchArgs {
 
 #[derive(Debug, Args)]
 pub struct DecodeArgs {
+    /// A model folder; random weights of the preset if not given
+    pub checkpoint: Option<PathBuf>,
     #[command(flatten)]
     pub shape: BenchArgs,
     /// What weights are kept in: f32, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1
@@ -221,8 +223,8 @@ pub struct BenchArgs {
     /// Tokens of a window
     #[arg(long, value_name = "T", default_value_t = 256)]
     pub context: usize,
-    /// Steps timed
-    #[arg(long, value_name = "N", default_value_t = 20)]
+    /// Steps timed; in decoding a step is a token of every row
+    #[arg(long, visible_alias = "tokens", value_name = "N", default_value_t = 20)]
     pub steps: usize,
     /// Any preset key
     #[arg(long, value_name = "KEY=VALUE")]

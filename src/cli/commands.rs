@@ -163,14 +163,15 @@ fn bench_command(command: BenchCommand, global: &Global, family: Family) -> Resu
     let config = |args: BenchArgs| -> Result<bench::BenchConfig> {
         let given = flags::checked(&flags::pairs(&args.set)?)?;
         let BenchArgs { preset, batch, context, steps, .. } = args;
-        let (dtype, kind) = ("f32".to_owned(), WeightType::F32);
-        Ok(bench::BenchConfig { preset, given, batch, context, dtype, kind, steps, family })
+        let (checkpoint, dtype, kind) = (None, "f32".to_owned(), WeightType::F32);
+        Ok(bench::BenchConfig { checkpoint, preset, given, batch, context, dtype, kind, steps, family })
     };
     let summary = match command {
         BenchCommand::Train(args) => bench::train(&bench::BenchConfig { dtype: args.dtype, ..config(args.shape)? })?,
         BenchCommand::Decode(args) => {
             let kind = WeightType::named(&args.r#type)?;
-            bench::decode(&bench::BenchConfig { kind, ..config(args.shape)? })?
+            let checkpoint = args.checkpoint;
+            bench::decode(&bench::BenchConfig { kind, checkpoint, ..config(args.shape)? })?
         }
     };
     print(&summary, global, show::bench)

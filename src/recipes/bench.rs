@@ -1,9 +1,11 @@
 //! `gpt bench`: how fast training and decoding are here.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
+use crate::checkpoint::model_folder::ModelFolder;
 use crate::device;
-use crate::engine::{RowSettings, Sampling, WeightType};
+use crate::engine::{Engine, RowSettings, Sampling, WeightType};
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::model::gpt::{Batch, Gpt};
@@ -19,6 +21,8 @@ use super::{plan, sample};
 /// What `gpt bench` was asked to do.
 #[derive(Clone, Debug)]
 pub struct BenchConfig {
+    /// What to decode with, instead of random weights of the preset.
+    pub checkpoint: Option<PathBuf>,
     pub preset: String,
     pub given: Vec<(String, String)>,
     pub batch: usize,
@@ -117,8 +121,19 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
 /// Greedy decoding of `batch` rows that begin with one token each.
 pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
     let preset = preset(config)?;
-    let shape = preset.gpt_config(Tokenizer::bytes().vocab_size())?;
-    let mut engine = sample::engine(&Gpt::random(&shape, 0)?, config.kind, config.family)?;
+    let (shape, mut engine) = match &config.checkpoint {
+        Some(path) => {
+            let folder = ModelFolder::open(path)?;
+            let weights = |name: &str, shape: &[usize]| folder.weights.get(name, shape);
+            let engine = Engine::new(Ctx::cpu(config.family), &folder.config, config.kind, weights)?;
+            (folder.config, engine)
+        }
+        None => {
+            let shape = preset.gpt_config(Tokenizer::bytes().vocab_size())?;
+            let engine = sample::engine(&Gpt::random(&shape, 0)?, config.kind, config.family)?;
+            (shape, engine)
+        }
+    };
     let settings = RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
     let mut rows = Vec::new();
     for row in 0..config.batch {
@@ -162,7 +177,7 @@ fn summary(
     let (matmul, stream) = (rates::matmul(ctx), rates::stream(ctx, work.bytes));
     BenchSummary {
         mode,
-        preset: config.preset.clone(),
+        preset: config.checkpoint.as_ref().map_or_else(|| config.preset.clone(), |path| path.display().to_string()),
         parameters: shape.parameters(),
         batch: config.batch,
         context: config.context,

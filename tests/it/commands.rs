@@ -179,3 +179,18 @@ fn the_command_line_reference_is_current() {
     let found = std::fs::read_to_string(path).unwrap_or_default();
     assert!(made == found, "docs/reference/cli.md is stale: cargo run --release -- reference > docs/reference/cli.md");
 }
+
+#[test]
+fn bench_decode_takes_a_checkpoint_in_every_type() {
+    let place = Place::new();
+    place.train("run", 2, &[]).ok();
+    for kind in ["f32", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"] {
+        let json = place.run(&["bench", "decode", "run", "--type", kind, "--tokens", "5", "--json"]).json();
+        assert_eq!((json["dtype"].as_str(), json["preset"].as_str()), (Some(kind), Some("run")));
+        assert!(json["tokens_per_second"].as_f64().unwrap() > 0.0 && json["stream_share"].as_f64().unwrap() > 0.0);
+        let text = place.run(&["sample", "run", "--type", kind, "-n", "8", "--json"]).json();
+        assert_eq!(text["new_tokens"].as_u64(), Some(8), "{kind}");
+    }
+    place.run(&["bench", "decode", "nowhere"]).fails(1, &["nowhere"]);
+    place.run(&["sample", "run", "--type", "q9"]).fails(2, &["q9", "q8_0"]);
+}

@@ -68,7 +68,7 @@ fn four_times_one_is_one_times_four_also_when_it_changes_between() {
     place.train("cut", 20, &[&adamw[..], &["--batch", "1", "--accumulate", "4"]].concat()).fails(2, &["--batch"]);
     let small = SMALL.to_vec();
     let at = small.iter().position(|f| *f == "--batch").unwrap();
-    let run = |out: &str, steps: &str, batch: &str, accumulate: &str, more: &[&str]| {
+    let run = |dtype: &str, out: &str, steps: &str, batch: &str, accumulate: &str, more: &[&str]| {
         let mut small = small.clone();
         small[at + 1] = batch;
         let base = ["train", "--data", place.text(), "--out", out, "--eval-every", "10", "--save-every", "10"];
@@ -83,17 +83,25 @@ fn four_times_one_is_one_times_four_also_when_it_changes_between() {
             "0",
             "--optimizer",
             "adamw",
+            "--lr",
+            "3e-3",
+            "--dtype",
+            dtype,
         ];
         place.run(&[&base[..], &small, &rest, more].concat()).ok()
     };
-    run("four", "30", "4", "1", &[]);
-    run("mixed", "15", "4", "1", &[]);
-    let told = run("mixed", "30", "1", "4", &["--resume"]).stderr;
-    assert!(told.contains("train.batch changes from 4 to 1"), "{told}");
-    for (a, b) in losses("four").iter().zip(losses("mixed")) {
-        assert!((a - b).abs() < 1e-6, "{a} against {b}");
+    // The sums of gradients differ in their last bits, which now and then tips a weight over to the next bf16.
+    for (dtype, bound) in [("f32", 1e-6), ("bf16", 1e-3)] {
+        let [four, mixed] = ["four", "mixed"].map(|name| format!("{name}-{dtype}"));
+        run(dtype, &four, "30", "4", "1", &[]);
+        run(dtype, &mixed, "15", "4", "1", &[]);
+        let told = run(dtype, &mixed, "30", "1", "4", &["--resume"]).stderr;
+        assert!(told.contains("train.batch changes from 4 to 1"), "{told}");
+        for (a, b) in losses(&four).iter().zip(losses(&mixed)) {
+            assert!((a - b).abs() < bound, "{dtype}: {a} against {b}");
+        }
+        assert_eq!(losses(&four).len(), losses(&mixed).len());
     }
-    assert_eq!(losses("four").len(), losses("mixed").len());
 }
 
 #[test]
