@@ -306,6 +306,7 @@ mod tests {
     fn numbers_are_written_as_people_write_them() {
         let mut preset = Preset::load("tiny").unwrap();
         preset.set("model.dropout", "0.1").unwrap();
+        preset.set("optimizer.weight_decay", "0.1").unwrap();
         let text = preset.to_toml();
         assert!(text.contains("dropout = 0.1\n") && text.contains("weight_decay = 0.1\n"), "{text}");
         assert_eq!(Preset::parse(&text, Path::new("a.toml")).unwrap(), preset);
