@@ -27,7 +27,7 @@ pub struct Global {
     /// Where to compute: auto or cpu
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
-    /// CPU kernels: avx512, avx2, neon or portable; the fastest that runs here if not given
+    /// CPU kernels: avx512bf16, avx512, avx2, neon or portable; the fastest that runs here if not given
     #[arg(long, global = true, value_name = "NAME")]
     pub cpu_kernels: Option<String>,
 }

@@ -106,10 +106,10 @@ impl Team {
 
     /// Runs `task` for every number below `tasks`, and returns when all are done. A panic in one is passed on.
     pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync) {
-        let free = self.busy.try_lock();
-        if tasks < 2 || self.helpers.is_empty() || free.is_err() {
+        if tasks < 2 || self.helpers.is_empty() {
             return (0..tasks).for_each(task);
         }
+        let Ok(free) = self.busy.try_lock() else { return (0..tasks).for_each(task) };
         let mut job: Task = &task;
         let shared = &*self.shared;
         shared.tasks.store(tasks, Relaxed);
