@@ -1,8 +1,7 @@
 //! Sampling and scoring: ids in, ids out, over packed weights and paged caches. No tokenizer, no printing.
 //!
 //! Used by the recipes and by eval. What must stay true: the ids depend on weights, prompt, settings and kernel family,
-//! never on what else is in a step, how the prompt was cut into chunks, or the number of threads. Kernels share their
-//! work through the current rayon pool: run a decode loop inside `pool.install`, where a hand-off is ten times cheaper.
+//! never on what else is in a step, how the prompt was cut into chunks, or the number of threads.
 
 mod model;
 pub mod row;
@@ -17,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::nn::cache::{Cache, CacheSettings};
 use crate::ops::ctx::{Counts, Ctx};
+use crate::ops::decode::pages::CacheType;
 use crate::ops::decode::{Lane, Workspace};
 use model::Model;
 use sampler::Sampler;
@@ -42,6 +42,13 @@ struct Pass {
     lanes: Vec<Lane>,
     ids: Vec<u32>,
     outputs: Vec<usize>,
+}
+
+/// The lanes of a pass whose logits are wanted.
+enum Outputs {
+    None,
+    LastOfEachRow,
+    All,
 }
 
 impl Engine {
@@ -99,7 +106,7 @@ impl Engine {
         settings.cache.validate()?;
         let context = self.config.max_position_embeddings;
         let layers = self.config.windows.iter().map(|own| settings.cache.layer(*own, context));
-        let cache = Cache::new(model::sizes(&self.config).heads, layers, PREFILL_CHUNK);
+        let cache = Cache::new(model::sizes(&self.config).heads, self.cache_type(), layers, PREFILL_CHUNK);
         Ok(Row::new(prompt.to_vec(), settings, cache))
     }
 
@@ -108,7 +115,7 @@ impl Engine {
         let rows = &mut [row];
         while rows[0].pending() > 1 {
             self.take(rows, self.chunk);
-            self.forward(rows)?;
+            self.forward(rows, Outputs::None);
         }
         Ok(())
     }
@@ -125,18 +132,11 @@ impl Engine {
         let room = self.chunk.max(rows.len());
         while rows.iter().map(|row| row.pending()).sum::<usize>() > room {
             self.take(rows, room);
-            self.forward(rows)?;
+            self.forward(rows, Outputs::None);
         }
         self.pass.takes.clear();
         self.pass.takes.extend(rows.iter().map(|row| row.pending()));
-        self.forward(rows)?;
-        let Pass { takes, outputs, .. } = &mut self.pass;
-        outputs.clear();
-        let mut end = 0;
-        outputs.extend(takes.iter().map(|take| {
-            end += take;
-            end - 1
-        }));
+        self.forward(rows, Outputs::LastOfEachRow);
         let sampled = self.sample(rows);
         match &sampled {
             Ok(ids) => rows.iter_mut().zip(ids).for_each(|(row, id)| row.push(*id)),
@@ -146,10 +146,9 @@ impl Engine {
         sampled
     }
 
-    /// A token for each row from the last lanes of the pass that was run.
+    /// A token for each row from the logits of the pass that was run.
     fn sample(&mut self, rows: &[&mut Row]) -> Result<Vec<u32>> {
-        let logits = self.model.logits(&mut self.ctx, &mut self.workspace, &self.pass.outputs)?;
-        let logits = logits.chunks_exact_mut(self.config.vocab_size);
+        let logits = self.workspace.logits().chunks_exact_mut(self.config.vocab_size);
         let sample = |(row, logits): (&&mut Row, _)| self.sampler.sample(&row.settings().sampling, row.ids(), logits);
         rows.iter().zip(logits).map(sample).collect()
     }
@@ -170,10 +169,8 @@ impl Engine {
             let count = self.chunk.min(ids.len() - start);
             self.pass.takes.clear();
             self.pass.takes.push(count);
-            self.forward(rows)?;
-            self.pass.outputs.clear();
-            self.pass.outputs.extend(0..count);
-            each(start, self.model.logits(&mut self.ctx, &mut self.workspace, &self.pass.outputs)?)?;
+            self.forward(rows, Outputs::All);
+            each(start, self.workspace.logits())?;
         }
         Ok(())
     }
@@ -189,11 +186,12 @@ impl Engine {
         }));
     }
 
-    /// Runs the planned number of pending ids of each row through the model.
-    fn forward(&mut self, rows: &mut [&mut Row]) -> Result<()> {
-        let Pass { takes, lanes, ids, .. } = &mut self.pass;
+    /// Runs the planned number of pending ids of each row through the model, to logits in the workspace.
+    fn forward(&mut self, rows: &mut [&mut Row], wanted: Outputs) {
+        let Pass { takes, lanes, ids, outputs } = &mut self.pass;
         lanes.clear();
         ids.clear();
+        outputs.clear();
         for (index, (row, take)) in rows.iter().zip(takes.iter()).enumerate() {
             let start = row.cache.len();
             ids.extend_from_slice(&row.ids()[start..start + take]);
@@ -202,10 +200,18 @@ impl Engine {
                 position,
                 sink_position: row.cache.sink_position(position),
             }));
+            match wanted {
+                Outputs::None => {}
+                Outputs::LastOfEachRow => outputs.push(lanes.len() - 1),
+                Outputs::All => outputs.extend(lanes.len() - take..lanes.len()),
+            }
         }
-        self.model.run(&mut self.ctx, &mut self.workspace, rows, lanes, ids)?;
+        self.model.run(&mut self.ctx, &mut self.workspace, rows, (lanes, ids), outputs);
         rows.iter_mut().zip(takes).for_each(|(row, take)| row.cache.advance(*take));
-        Ok(())
+    }
+
+    fn cache_type(&self) -> CacheType {
+        if std::env::var("KV16").is_ok() { CacheType::Bf16 } else { CacheType::F32 }
     }
 
     fn check_ids(&self, ids: &[u32]) -> Result<()> {

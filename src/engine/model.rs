@@ -6,11 +6,9 @@ use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::ops::ctx::Ctx;
 use crate::ops::decode::aligned::Arena;
-use crate::ops::decode::attend::attend;
-use crate::ops::decode::head::{Head, embed, head};
-use crate::ops::decode::layer::{down, gate_up, out, project};
+use crate::ops::decode::head::Head;
 use crate::ops::decode::pages::Table;
-use crate::ops::decode::weight::{Weight, WeightType};
+use crate::ops::decode::weight::{Weight, WeightType, nanoseconds};
 use crate::ops::decode::{Lane, Layer, Sizes, Tables, Workspace};
 use crate::ops::heads::Heads;
 
@@ -19,6 +17,8 @@ use super::row::Row;
 pub struct Model {
     layers: Vec<Layer>,
     head: Head,
+    /// H D
+    attention_size: usize,
 }
 
 /// The sizes of the decode list that a config asks for.
@@ -71,12 +71,8 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
             qk_norm,
             o_proj: Weight::pack(arena, kind, &[&get("self_attn.o_proj", &[c, q])?], q)?,
             post_attention_layernorm: get("post_attention_layernorm", &[c])?,
-            gate_up_proj: Weight::pack(
-                arena,
-                kind,
-                &[&get("mlp.gate_proj", &[f, c])?, &get("mlp.up_proj", &[f, c])?],
-                c,
-            )?,
+            gate_proj: Weight::pack(arena, kind, &[&get("mlp.gate_proj", &[f, c])?], c)?,
+            up_proj: Weight::pack(arena, kind, &[&get("mlp.up_proj", &[f, c])?], c)?,
             down_proj: Weight::pack(arena, kind, &[&get("mlp.down_proj", &[c, f])?], f)?,
         })
     }
@@ -93,19 +89,12 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
     }
 }
 
-/// The rows of a step as the decode ops of one layer see them.
-struct Batch<'a, 'r> {
-    rows: &'a mut [&'r mut Row],
-    layer: usize,
-}
+/// The rows of a step as the decode ops see them.
+struct Batch<'a, 'r>(&'a [&'r mut Row]);
 
 impl Tables for Batch<'_, '_> {
-    fn table(&self, row: usize) -> &Table {
-        self.rows[row].cache.table(self.layer)
-    }
-
-    fn table_mut(&mut self, row: usize) -> &mut Table {
-        self.rows[row].cache.table_mut(self.layer)
+    fn table(&self, layer: usize, row: usize) -> &Table {
+        self.0[row].cache.table(layer)
     }
 }
 
@@ -120,37 +109,53 @@ impl Model {
         let arena = &mut Arena::default();
         let head = source.head(arena)?;
         let layers = (0..config.num_hidden_layers).map(|i| source.layer(arena, i)).collect::<Result<_>>()?;
-        Ok(Self { layers, head })
+        Ok(Self { layers, head, attention_size: config.attention_size() })
     }
 
     /// Bytes that one step reads, however many lanes it has; the lanes' token vectors come on top.
     pub fn bytes(&self) -> usize {
-        self.head.bytes() + self.layers.iter().map(Layer::bytes).sum::<usize>()
+        self.head.bytes() + self.layers.iter().flat_map(Layer::bytes).sum::<usize>()
     }
 
-    /// Runs the lanes through all layers and appends their keys and values to the rows; the lanes' ids must be < V.
-    pub fn run(
+    /// Runs the lanes through all layers and appends their keys and values to the rows; the lanes' ids must be < V. Returns
+    /// the logits (outputs, V) of some of the lanes.
+    pub fn run<'w>(
         &self,
         ctx: &mut Ctx,
-        ws: &mut Workspace,
+        ws: &'w mut Workspace,
         rows: &mut [&mut Row],
-        lanes: &[Lane],
-        ids: &[u32],
-    ) -> Result<()> {
-        embed(ctx, &self.head, ws, lanes, ids)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let mut batch = Batch { rows, layer: index };
-            project(ctx, layer, ws, &mut batch)?;
-            attend(ctx, ws, &batch)?;
-            out(ctx, layer, ws)?;
-            gate_up(ctx, layer, ws)?;
-            down(ctx, layer, ws)?;
-        }
-        Ok(())
+        (lanes, ids): (&[Lane], &[u32]),
+        outputs: &[usize],
+    ) -> &'w mut [f32] {
+        ws.begin(lanes, outputs, self.head.lm_head.outputs(), ctx.team().threads());
+        ws.embed(&self.head, ids);
+        lanes.iter().for_each(|lane| rows[lane.row].cache.reserve(lane.position));
+        self.count(ctx, ws.token_bytes() * lanes.len(), outputs);
+        let batch = Batch(rows);
+        let pass = ws.pass(ctx.family(), &batch);
+        ctx.team().run(self.nanoseconds(&batch, lanes), 5 * self.layers.len() + 1, |member| {
+            self.layers.iter().enumerate().for_each(|(index, layer)| pass.layer(member, layer, index));
+            if !outputs.is_empty() {
+                pass.head(member, &self.head);
+            }
+        });
+        ws.logits()
     }
 
-    /// Logits (outputs, V) of some of the lanes of the last `run`.
-    pub fn logits<'w>(&self, ctx: &mut Ctx, ws: &'w mut Workspace, outputs: &[usize]) -> Result<&'w mut [f32]> {
-        head(ctx, &self.head, ws, outputs)
+    /// Notes the ops of a pass and what they read.
+    fn count(&self, ctx: &mut Ctx, token_bytes: usize, outputs: &[usize]) {
+        ctx.launch(token_bytes);
+        self.layers.iter().flat_map(Layer::bytes).for_each(|bytes| ctx.launch(bytes));
+        if !outputs.is_empty() {
+            ctx.launch(self.head.bytes());
+        }
+    }
+
+    /// What a pass takes on one thread, roughly.
+    fn nanoseconds(&self, batch: &Batch, lanes: &[Lane]) -> f64 {
+        let work = self.layers.iter().map(Layer::parameters).sum::<usize>() * lanes.len();
+        let keys: usize = lanes.iter().map(|lane| lane.position.min(batch.table(0, lane.row).window())).sum();
+        // Keys and values, at what one core reads and multiplies in a nanosecond.
+        nanoseconds(self.bytes(), work) + (keys * self.layers.len() * self.attention_size * 8) as f64 / 40.0
     }
 }

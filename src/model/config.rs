@@ -4,6 +4,7 @@
 //! preset by `recipes`, used by everything that builds or runs a model.
 
 use crate::error::{Error, Result};
+use crate::ops::heads::MAX_DIM;
 
 /// The Hugging Face family whose model code computes the same function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +104,10 @@ impl GptConfig {
         if !self.head_dim.is_multiple_of(2) {
             let what = format!("head_dim {} is odd, but rotary positions turn pairs", self.head_dim);
             return Err(Error::usage(what).with_hint("choose an even model.head_dim"));
+        }
+        if self.head_dim > MAX_DIM {
+            let what = format!("head_dim {} is larger than {MAX_DIM}", self.head_dim);
+            return Err(Error::usage(what).with_hint("use more and narrower heads"));
         }
         if self.windows.len() != self.num_hidden_layers {
             let what = format!("{} layer types for {} layers", self.windows.len(), self.num_hidden_layers);

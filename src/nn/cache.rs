@@ -4,7 +4,7 @@
 //! them between rows (a clone shares every page until it writes to it) and forgets what no token can see any more.
 
 use crate::error::{Error, Result};
-use crate::ops::decode::pages::Table;
+use crate::ops::decode::pages::{CacheType, Table};
 use crate::ops::heads::Heads;
 
 /// Sinks that full layers keep when the text outgrows the window.
@@ -54,8 +54,8 @@ pub struct Cache {
 
 impl Cache {
     /// An empty cache with one (window, sinks) a layer.
-    pub fn new(heads: Heads, layers: impl IntoIterator<Item = (usize, usize)>, rewind: usize) -> Self {
-        let tables = layers.into_iter().map(|(window, sinks)| Table::new(heads, window, sinks)).collect();
+    pub fn new(heads: Heads, kind: CacheType, layers: impl IntoIterator<Item = (usize, usize)>, rewind: usize) -> Self {
+        let tables = layers.into_iter().map(|(window, sinks)| Table::new(heads, kind, window, sinks)).collect();
         Self { tables, len: 0, rewind }
     }
 
@@ -69,8 +69,9 @@ impl Cache {
         &self.tables[layer]
     }
 
-    pub fn table_mut(&mut self, layer: usize) -> &mut Table {
-        &mut self.tables[layer]
+    /// Makes room for the keys and values of a position, the next one or an earlier one, in every layer.
+    pub fn reserve(&mut self, position: usize) {
+        self.tables.iter_mut().for_each(|table| table.reserve(position));
     }
 
     /// Where a query at `position` is rotated to for the sinks: the same in all layers that have any.
@@ -125,7 +126,7 @@ mod tests {
     #[test]
     fn memory_is_bounded_by_window_sinks_and_rewind() {
         for (window, sinks, pages) in [(1, 0, 3), (64, 4, 5), (100, 130, 8)] {
-            let mut cache = Cache::new(HEADS, [(window, sinks)], 64);
+            let mut cache = Cache::new(HEADS, CacheType::F32, [(window, sinks)], 64);
             fill(&mut cache, 5000);
             assert!(cache.bytes() <= pages * 64 * 2 * 2 * 4, "window {window}: {} bytes", cache.bytes());
         }
@@ -135,7 +136,7 @@ mod tests {
     fn cuts_within_the_rewind_succeed_and_deeper_ones_change_nothing() {
         for (window, sinks) in [(1, 0), (5, 3), (64, 4), (200, 70)] {
             for len in [1, 63, 64, 65, 300, 1000] {
-                let mut full = Cache::new(HEADS, [(window, sinks), (2000, 0)], 64);
+                let mut full = Cache::new(HEADS, CacheType::F32, [(window, sinks), (2000, 0)], 64);
                 fill(&mut full, len);
                 for to in 0..=len {
                     let mut cache = full.clone();
@@ -162,12 +163,12 @@ mod tests {
 
     #[test]
     fn a_clone_shares_pages_until_one_side_writes() {
-        let mut first = Cache::new(HEADS, [(1000, 0)], 64);
+        let mut first = Cache::new(HEADS, CacheType::F32, [(1000, 0)], 64);
         fill(&mut first, 70);
         let mut second = first.clone();
         let value = |cache: &Cache, p: usize| cache.table(0).value(p);
         second.truncate(66).unwrap();
-        second.table_mut(0).write(66, &[-1.0; 2], &[-1.0; 2]);
+        second.tables[0].write(66, &[-1.0; 2], &[-1.0; 2]);
         assert_eq!((value(&first, 66), value(&second, 66)), (66.0, -1.0));
         assert_eq!((value(&first, 65), value(&second, 65)), (65.0, 65.0));
     }

@@ -5,6 +5,9 @@
 
 use crate::error::{Error, Result};
 
+/// The widest head that decoding has room for on its stack: that of Gemma.
+pub const MAX_DIM: usize = 256;
+
 /// The number of heads and their width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {

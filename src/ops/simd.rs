@@ -226,21 +226,29 @@ pub fn max(a: &[f32]) -> f32 {
             acc[i] = if x[i] > acc[i] { x[i] } else { acc[i] };
         }
     }
-    tail.iter().chain(&acc).fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut most = [0f32; 8];
+    for i in 0..8 {
+        most[i] = larger(acc[i], acc[i + 8]);
+    }
+    for i in 0..4 {
+        most[i] = larger(most[i], most[i + 4]);
+    }
+    let most = larger(larger(most[0], most[2]), larger(most[1], most[3]));
+    tail.iter().fold(most, |most, x| larger(most, *x))
 }
 
 /// The sum of the chains, pairwise.
 #[inline(always)]
 pub fn fold(acc: [f32; LANES]) -> f32 {
-    let mut a = acc;
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            a[i] += a[i + width];
-        }
-        width /= 2;
+    let mut a = [0f32; 8];
+    for i in 0..8 {
+        a[i] = acc[i] + acc[i + 8];
     }
-    a[0]
+    for i in 0..4 {
+        a[i] += a[i + 4];
+    }
+    (a[0] + a[2]) + (a[1] + a[3])
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use super::cells::Cells;
+
 const LINE: usize = 64;
 const HUGE_PAGE: usize = 2 << 20;
 /// Address space that an arena asks for at a time; what is never handed out is never touched.
@@ -94,6 +96,8 @@ pub unsafe trait Plain: Copy {}
 unsafe impl Plain for f32 {}
 // SAFETY: as above.
 unsafe impl Plain for u32 {}
+// SAFETY: a plain number of two bytes.
+unsafe impl Plain for u16 {}
 // SAFETY: a byte.
 unsafe impl Plain for u8 {}
 
@@ -117,6 +121,15 @@ impl<T: Plain> Aligned<T> {
         // SAFETY: inside the block, and handed out to nobody else.
         unsafe { block.start.add(offset).write_bytes(0, len * size_of::<T>()) };
         Self { block: Arc::clone(block), offset, len, element: PhantomData }
+    }
+}
+
+impl<T: Plain> Aligned<T> {
+    /// The piece as memory that several threads may work on; meanwhile nobody may use it in another way.
+    #[inline(always)]
+    pub(super) fn cells(&self) -> Cells<'_, T> {
+        // SAFETY: `at` checked the range and initialised it; the rule of `Cells` is its users' promise.
+        unsafe { Cells::from_raw(self.block.start.add(self.offset).cast(), self.len) }
     }
 }
 

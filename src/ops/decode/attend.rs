@@ -7,36 +7,78 @@
 
 use std::ops::Range;
 
-use super::aligned::prefetch;
-use super::pages::{PAGE, Table};
-use super::{Tables, Workspace, each_part};
-use crate::error::Result;
-use crate::ops::ctx::Ctx;
-use crate::ops::simd::{self, Simd, simd_fn};
+use super::pages::{CacheType, Halves, PAGE, Page, Stored, Table};
+use super::{Layer, Pass, Tables, rms_norm, rotate};
+use crate::ops::gemm::Bf16x2;
+use crate::ops::heads::MAX_DIM;
+use crate::ops::simd::{self, Family, simd_fn};
+use crate::ops::team::Member;
 
-/// attention = softmax(q k / sqrt(D)) v over the visible positions of each lane's row.
-pub fn attend(ctx: &mut Ctx, ws: &mut Workspace, tables: &impl Tables) -> Result<()> {
-    ctx.launch(0);
-    let (family, heads) = (ctx.family(), ws.sizes.heads);
-    let (size, part) = (heads.attention_size(), heads.group() * heads.dim);
-    let (lanes, query) = (&ws.lanes, &ws.query);
-    let task = |i: usize, out: &mut [f32]| {
-        let (lane, head) = (lanes[i / heads.key_value], i % heads.key_value);
-        let query = &query[i / heads.key_value * 2 * size..][..2 * size];
-        let table = tables.table(lane.row);
-        let moved = table.sinks() > 0 && lane.position > lane.sink_position;
-        let query = Query {
-            window: &query[head * part..][..part],
-            sinks: if moved { &query[size + head * part..][..part] } else { &[] },
-            position: lane.position,
-        };
-        attend_group(family, query, table, head, out);
-    };
-    let keys: usize = lanes.iter().map(|lane| lane.position.min(tables.table(lane.row).window())).sum();
-    // Keys and values, at what one core reads and multiplies in a nanosecond, roughly.
-    let nanoseconds = (keys * heads.attention * heads.dim * 8) as f64 / 40.0;
-    each_part(ctx, nanoseconds, &mut ws.attention, part, task);
-    Ok(())
+impl<T: Tables> Pass<'_, T> {
+    /// attention = softmax(q k / sqrt(D)) v over the visible positions of each lane's row, the lanes' own included.
+    pub(super) fn attend(&self, member: &Member, layer: &Layer, index: usize) {
+        let (lanes, heads) = (self.lanes, self.sizes.heads);
+        let tasks = || member.share(lanes.len() * heads.key_value).map(|i| (i / heads.key_value, i % heads.key_value));
+        tasks().for_each(|(lane, head)| self.turn(layer, index, lane, head));
+        if lanes.windows(2).any(|pair| pair[0].row == pair[1].row) {
+            // A lane sees keys that another member may have appended.
+            member.sync();
+        }
+        let (size, part) = (heads.attention_size(), heads.group() * heads.dim);
+        let mut ahead = tasks().skip(1);
+        for (i, head) in tasks() {
+            let (lane, table) = (lanes[i], self.tables.table(index, lanes[i].row));
+            let after = ahead.next().and_then(|(i, head)| {
+                let (lane, table) = (lanes[i], self.tables.table(index, lanes[i].row));
+                let first =
+                    if table.sinks() > 0 { 0 } else { (lane.position + 1).saturating_sub(table.window()) / PAGE };
+                table.page(first).map(|page| (page, head))
+            });
+            // SAFETY: the queries and the output of this task are this member's, and nobody writes visible slots now.
+            unsafe {
+                let query = self.query.read(i * 2 * size, 2 * size);
+                let moved = table.sinks() > 0 && lane.position > lane.sink_position;
+                let query = Query {
+                    window: &query[head * part..][..part],
+                    sinks: if moved { &query[size + head * part..][..part] } else { &[] },
+                    position: lane.position,
+                };
+                attend_group(self.family, query, table, head, after, self.attention.part(i * size + head * part, part));
+            }
+        }
+    }
+
+    /// Normalises and rotates the queries and the key of one key/value head, the queries for the sinks too where that
+    /// differs, and writes key and value to the lane's page.
+    fn turn(&self, layer: &Layer, index: usize, i: usize, head: usize) {
+        let (family, heads, eps, lane) = (self.family, self.sizes.heads, self.sizes.rms_norm_eps, self.lanes[i]);
+        let (dim, size, part) = (heads.dim, heads.attention_size(), heads.group() * heads.dim);
+        let (here, there) = self.angles[i * 2 * dim..][..2 * dim].split_at(dim);
+        let norms = layer.qk_norm.as_ref();
+        // SAFETY: these heads' parts of the lane are this member's, in every buffer and in the page.
+        unsafe {
+            let row = |at: usize, len: usize| self.qkv.part(i * heads.qkv_size() + at, len);
+            let (from, key) = (row(head * part, part), row(size + head * dim, dim));
+            let value = row(size + heads.key_value * dim + head * dim, dim);
+            let query = self.query.part(i * 2 * size + head * part, part);
+            query.copy_from_slice(from);
+            if let Some([weight, _]) = norms {
+                query.chunks_exact_mut(dim).for_each(|head| rms_norm(family, head, weight, eps));
+            }
+            if lane.position != lane.sink_position {
+                let sinks = self.query.part(i * 2 * size + size + head * part, part);
+                sinks.copy_from_slice(query);
+                sinks.chunks_exact_mut(dim).for_each(|head| rotate(family, head, there));
+            }
+            query.chunks_exact_mut(dim).for_each(|head| rotate(family, head, here));
+            if let Some([_, weight]) = norms {
+                rms_norm(family, key, weight, eps);
+            }
+            rotate(family, key, here);
+            let page = self.tables.table(index, lane.row).page(lane.position / PAGE);
+            page.expect("the lane's page was reserved").write(head, lane.position % PAGE, key, value);
+        }
+    }
 }
 
 /// The query heads of one key/value head at one position.
@@ -71,14 +113,47 @@ impl Visible {
     }
 }
 
-simd_fn! {
-/// The heads of `query` over all visible blocks; `out` (G, D).
-fn attend_group<S>(query: Query, table: &Table, head: usize, out: &mut [f32]) {
+/// The heads of `query` over all visible blocks; `out` (G, D). `after` is the page and head that is looked at next.
+fn attend_group(
+    family: Family,
+    query: Query,
+    table: &Table,
+    head: usize,
+    after: Option<(&Page, usize)>,
+    out: &mut [f32],
+) {
+    match table.kind() {
+        CacheType::F32 => walk_group::<f32>(family, query, table, head, after, out),
+        CacheType::Bf16 => walk_group::<Bf16x2>(family, query, table, head, after, out),
+    }
+}
+
+fn walk_group<E: Stored>(
+    family: Family,
+    query: Query,
+    table: &Table,
+    head: usize,
+    after: Option<(&Page, usize)>,
+    out: &mut [f32],
+) {
     let dim = table.heads().dim;
+    let (mut window, mut sinks) = ([E::default(); MAX_DIM], [E::default(); MAX_DIM]);
+    let (window, sinks) = (&mut window[..dim.div_ceil(E::STEPS)], &mut sinks[..dim.div_ceil(E::STEPS)]);
     for (i, out) in out.chunks_exact_mut(dim).enumerate() {
-        let (window, sinks) = (&query.window[i * dim..][..dim], query.sinks.get(i * dim..(i + 1) * dim));
-        let mut state = State { max: f32::NEG_INFINITY, sum: 0.0, out };
-        state.out.fill(0.0);
+        convert(family, &query.window[i * dim..][..dim], window);
+        if !query.sinks.is_empty() {
+            convert(family, &query.sinks[i * dim..][..dim], sinks);
+        }
+        out.fill(0.0);
+        let mut walk = Walk {
+            family,
+            window,
+            sinks: if query.sinks.is_empty() { None } else { Some(sinks) },
+            head,
+            max: f32::NEG_INFINITY,
+            sum: 0.0,
+            out,
+        };
         let mut block = 0;
         while block <= query.position / PAGE {
             let visible = Visible::of(block, query.position, table);
@@ -87,116 +162,131 @@ fn attend_group<S>(query: Query, table: &Table, head: usize, out: &mut [f32]) {
                 block = (block + 1).max((query.position + 1).saturating_sub(table.window()) / PAGE);
                 continue;
             }
+            let more = block < query.position / PAGE;
+            let next = if more { table.page(block + 1).map(|page| (page, head)) } else { after };
             let page = table.page(block).expect("visible positions were written and are kept");
-            // While one half of a block is worked on, the other and then the next block's are on their way.
-            let (keys, values) = (page.keys(head, dim), page.values(head, dim));
-            let next = table.page(block + 1).map_or(keys, |page| page.keys(head, dim));
-            let mut scores = score::<S>(window, keys, values);
-            if let (Some(query), true) = (sinks, visible.sinks > 0) {
-                let turned = score::<S>(query, keys, values);
-                scores[..visible.sinks].copy_from_slice(&turned[..visible.sinks]);
-            }
-            state.add::<S>(scores, visible, values, next);
+            walk.block(E::of(page).expect("pages of the table's type"), next, visible);
             block += 1;
         }
-        let sum = state.sum;
-        state.out.iter_mut().for_each(|x| *x /= sum);
+        divide(family, walk.out, walk.sum);
+    }
+}
+
+simd_fn! {
+/// Numbers as elements.
+fn convert<S, type E: Stored>(x: &[f32], elements: &mut [E]) {
+    fill::<E>(x, elements);
+}
+}
+
+#[inline(always)]
+fn fill<E: Stored>(x: &[f32], elements: &mut [E]) {
+    if E::STEPS == 1 {
+        for (to, x) in elements.iter_mut().zip(x) {
+            *to = E::new(*x, 0.0);
+        }
+    } else {
+        for (to, x) in elements.iter_mut().zip(x.as_chunks::<2>().0) {
+            *to = E::new(x[0], x[1]);
+        }
+    }
+}
+
+simd_fn! {
+fn divide<S>(out: &mut [f32], sum: f32) {
+    let inverse = 1.0 / sum;
+    for x in out {
+        *x *= inverse;
     }
 }
 }
 
-/// The running softmax of one head.
-struct State<'a> {
+/// One query on its way over the blocks: the running softmax.
+struct Walk<'a, E> {
+    family: Family,
+    window: &'a [E],
+    sinks: Option<&'a [E]>,
+    head: usize,
     max: f32,
     sum: f32,
     out: &'a mut [f32],
 }
 
-impl State<'_> {
-    #[inline(always)]
-    fn add<S: Simd>(&mut self, scores: [f32; PAGE], visible: Visible, values: &[f32], next: &[f32]) {
+impl<E: Stored> Walk<'_, E> {
+    /// Adds the visible positions of a block. While one half of it is worked on, the other and then `next` are on their
+    /// way from memory.
+    fn block(&mut self, halves: &Halves<E>, next: Option<(&Page, usize)>, visible: Visible) {
+        let dim = self.out.len();
+        // SAFETY: what a pass writes to pages is written before anybody looks at it.
+        let (keys, values) = unsafe { halves.head(self.head, dim) };
+        let score = |query: &[E]| {
+            let [scores] = E::rows_tile::<1, PAGE>(self.family, query, query.len(), keys, PAGE, values.as_ptr());
+            scores
+        };
+        let mut scores = score(self.window);
+        if let (Some(query), true) = (self.sinks, visible.sinks > 0) {
+            scores[..visible.sinks].copy_from_slice(&score(query)[..visible.sinks]);
+        }
+        let mut weights = [E::default(); PAGE];
+        soften(self.family, &mut scores, visible, (&mut self.max, &mut self.sum, self.out), &mut weights);
+        let next = next.and_then(|(page, head)| Some(E::of(page)?.keys_at(head, dim))).unwrap_or(keys.as_ptr());
         let Visible { sinks, start, end } = visible;
-        let scale = 1.0 / (self.out.len() as f32).sqrt();
-        let mut weights = [0f32; PAGE];
-        for j in 0..PAGE {
-            let seen = (j < sinks) | ((j >= start) & (j < end));
-            weights[j] = if seen { scores[j] * scale } else { f32::NEG_INFINITY };
-        }
-        let max = self.max.max(simd::max(&weights));
-        if max > self.max {
-            // The first time this is e^-inf = 0 on zeros.
-            let shrink = simd::exp::<S>(self.max - max);
-            self.sum *= shrink;
-            self.out.iter_mut().for_each(|x| *x *= shrink);
-            self.max = max;
-        }
-        for weight in &mut weights {
-            *weight = simd::exp::<S>(*weight - max);
-        }
-        self.sum += simd::sum(&weights);
         if sinks < start {
-            accumulate::<S>(self.out, &weights, values, next, 0..sinks);
-            accumulate::<S>(self.out, &weights, values, next, start..end);
-        } else {
-            accumulate::<S>(self.out, &weights, values, next, 0..end);
+            self.accumulate(&weights, values, next, 0..sinks);
         }
+        self.accumulate(&weights, values, next, if sinks < start { start } else { 0 }..end);
+    }
+
+    /// out += the sum of weight times value over `slots`, in order; what else lies in their elements has a weight of zero.
+    fn accumulate(&mut self, weights: &[E; PAGE], values: &[E], next: *const E, slots: Range<usize>) {
+        let dim = self.out.len();
+        let (from, to) = (slots.start / E::STEPS, slots.end.div_ceil(E::STEPS));
+        let weights = &weights[from..to.max(from)];
+        let mut done = 0;
+        macro_rules! columns {
+            ($n:literal) => {
+                while dim - done >= $n {
+                    let at = from * dim + done;
+                    let ahead = next.wrapping_add(at);
+                    let [sums] = E::rows_tile::<1, $n>(self.family, weights, weights.len(), &values[at..], dim, ahead);
+                    self.out[done..].iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+                    done += $n;
+                }
+            };
+        }
+        if slots.is_empty() {
+            return;
+        }
+        columns!(64);
+        columns!(16);
+        columns!(1);
     }
 }
 
-/// 64 products of a query with the keys (D, 64) of a block, each one chain over D.
-#[inline(always)]
-fn score<S: Simd>(query: &[f32], keys: &[f32], next: &[f32]) -> [f32; PAGE] {
-    let mut acc = [0f32; PAGE];
-    for ((i, q), keys) in query.iter().enumerate().zip(keys.as_chunks::<PAGE>().0) {
-        prefetch::<f32, PAGE>(next.as_ptr().wrapping_add(i * PAGE));
-        for j in 0..PAGE {
-            acc[j] = S::fma(*q, keys[j], acc[j]);
+simd_fn! {
+/// Scores to softmax weights, zero where not visible, relative to the running maximum and sum; the output so far is brought
+/// to the same maximum.
+fn soften<S, type E: Stored>(scores: &mut [f32; PAGE], visible: Visible, running: (&mut f32, &mut f32, &mut [f32]), weights: &mut [E; PAGE]) {
+    let (Visible { sinks, start, end }, (running_max, running_sum, out)) = (visible, running);
+    let scale = 1.0 / (out.len() as f32).sqrt();
+    for j in 0..PAGE {
+        let seen = (j < sinks) | ((j >= start) & (j < end));
+        scores[j] = if seen { scores[j] * scale } else { f32::NEG_INFINITY };
+    }
+    let max = running_max.max(simd::max(scores));
+    if max > *running_max {
+        // The first time this is e^-inf = 0 on zeros.
+        let shrink = simd::exp::<S>(*running_max - max);
+        *running_sum *= shrink;
+        for x in out {
+            *x *= shrink;
         }
+        *running_max = max;
     }
-    acc
+    for score in scores.iter_mut() {
+        *score = simd::exp::<S>(*score - max);
+    }
+    *running_sum += simd::sum(scores);
+    fill::<E>(scores, weights);
 }
-
-/// out += the sum of weight times value over `slots`, in order. Slots that are not visible hold stale
-/// memory: they are left out, which adds the same as a weight of zero would.
-#[inline(always)]
-fn accumulate<S: Simd>(out: &mut [f32], weights: &[f32; PAGE], values: &[f32], next: &[f32], slots: Range<usize>) {
-    let mut done = 0;
-    while out.len() - done >= 64 {
-        columns::<S, 64>(out, done, weights, values, next, slots.clone());
-        done += 64;
-    }
-    while out.len() - done >= 16 {
-        columns::<S, 16>(out, done, weights, values, next, slots.clone());
-        done += 16;
-    }
-    while done < out.len() {
-        columns::<S, 1>(out, done, weights, values, next, slots.clone());
-        done += 1;
-    }
-}
-
-/// `accumulate` for N columns from `first` on.
-#[inline(always)]
-fn columns<S: Simd, const N: usize>(
-    out: &mut [f32],
-    first: usize,
-    weights: &[f32; PAGE],
-    values: &[f32],
-    next: &[f32],
-    slots: Range<usize>,
-) {
-    let dim = out.len();
-    assert!(first + N <= dim && slots.end <= PAGE && values.len() == dim * PAGE);
-    let out: &mut [f32; N] = (&mut out[first..first + N]).try_into().expect("N columns");
-    let mut acc = *out;
-    let (values, next) = (values.as_ptr(), next.as_ptr());
-    for j in slots {
-        prefetch::<f32, N>(next.wrapping_add(j * dim + first));
-        // SAFETY: j < PAGE and first + N <= dim, so the row lies inside the dim * PAGE values.
-        let row = unsafe { &*values.add(j * dim + first).cast::<[f32; N]>() };
-        for i in 0..N {
-            acc[i] = S::fma(weights[j], row[i], acc[i]);
-        }
-    }
-    *out = acc;
 }

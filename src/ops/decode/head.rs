@@ -1,10 +1,9 @@
 //! The two ends of the decode list: `embed` and `head`. Called by `engine::model`.
 
-use super::weight::{Weight, multiply};
-use super::{Lane, Workspace, rms_norm};
-use crate::error::Result;
-use crate::ops::ctx::Ctx;
+use super::weight::Weight;
+use super::{Pass, Tables, Workspace};
 use crate::ops::gemm::Store;
+use crate::ops::team::Member;
 
 /// The token table and the output head; one packed matrix serves as both when they are tied.
 pub struct Head {
@@ -23,29 +22,25 @@ impl Head {
     }
 }
 
-/// Starts a step: room for its lanes, their angles, and the token vectors as the residual stream. Ids must be < V.
-pub fn embed(ctx: &mut Ctx, weights: &Head, ws: &mut Workspace, lanes: &[Lane], ids: &[u32]) -> Result<()> {
-    ctx.launch(ids.len() * ws.sizes.hidden_size * 4);
-    ws.begin(lanes);
-    let width = ws.sizes.hidden_size;
-    for (x, id) in ws.x.chunks_exact_mut(width).zip(ids) {
-        match &weights.embed_tokens {
-            Some(table) => x.copy_from_slice(&table[*id as usize * width..][..width]),
-            None => weights.lm_head.unpack_row(*id as usize, x),
+impl Workspace {
+    /// The lanes' token vectors as the residual stream of the pass that was begun. Ids must be < V.
+    pub fn embed(&mut self, weights: &Head, ids: &[u32]) {
+        let width = self.sizes.hidden_size;
+        for (x, id) in self.x.chunks_exact_mut(width).zip(ids) {
+            match &weights.embed_tokens {
+                Some(table) => x.copy_from_slice(&table[*id as usize * width..][..width]),
+                None => weights.lm_head.unpack_row(*id as usize, x),
+            }
         }
     }
-    Ok(())
 }
 
-/// Norm and logits of the lanes `outputs`: (outputs, V), valid until the next step.
-pub fn head<'a>(ctx: &mut Ctx, weights: &Head, ws: &'a mut Workspace, outputs: &[usize]) -> Result<&'a mut [f32]> {
-    ctx.launch(weights.bytes());
-    let width = ws.sizes.hidden_size;
-    for (y, lane) in ws.normed.chunks_exact_mut(width).zip(outputs) {
-        y.copy_from_slice(&ws.x[lane * width..][..width]);
-        rms_norm(ctx.family(), y, &weights.norm, ws.sizes.rms_norm_eps);
+impl<T: Tables> Pass<'_, T> {
+    /// Norm and logits of the lanes that were asked for.
+    pub fn head(&self, member: &Member, weights: &Head) {
+        let (weight, outputs) = (&weights.lm_head, self.outputs);
+        let rows = self.normed_rows(member, weight, &weights.norm, outputs.len(), |i| outputs[i]);
+        // SAFETY: the columns of this member's panels are its own.
+        unsafe { weight.multiply(self.family, rows, weight.share(member), self.logits, Store::Set) };
     }
-    ws.logits.resize(outputs.len() * weights.lm_head.outputs(), 0.0);
-    multiply(ctx, &ws.normed[..outputs.len() * width], &weights.lm_head, &mut ws.logits, Store::Set);
-    Ok(&mut ws.logits)
 }

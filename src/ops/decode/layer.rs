@@ -1,102 +1,74 @@
 //! Four ops of the decode list: `project`, `out`, `gate_up` and `down`. The fifth of a layer is `attend`.
 //!
-//! Called by `engine::model` in that order. Each reads its weights once for all lanes and works lane by lane otherwise.
+//! Called by `engine::model`. Each reads its weights once for all lanes: a member multiplies all of them by its panels.
 
-use super::weight::multiply;
-use super::{Layer, Tables, Workspace, each_lane, rms_norm, rotate};
-use crate::error::Result;
-use crate::ops::ctx::Ctx;
+use super::{Layer, Pass, Tables};
 use crate::ops::gemm::Store;
-use crate::ops::simd::{Family, sigmoid, simd_fn};
+use crate::ops::simd::{sigmoid, simd_fn};
+use crate::ops::team::Member;
 
-/// Norm, query/key/value product, query/key norm, rotation; appends keys and values to the rows' pages.
-pub fn project(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace, tables: &mut impl Tables) -> Result<()> {
-    let norms: usize = layer.qk_norm.iter().flatten().map(Vec::len).sum();
-    ctx.launch(layer.qkv_proj.bytes() + 4 * (layer.input_layernorm.len() + norms));
-    normalize(ctx, &layer.input_layernorm, ws);
-    multiply(ctx, &ws.normed, &layer.qkv_proj, &mut ws.qkv, Store::Set);
-    turn_queries(ctx, layer, ws);
-    append(ctx.family(), layer, ws, tables);
-    Ok(())
-}
+impl<T: Tables> Pass<'_, T> {
+    /// The five ops of one layer.
+    pub fn layer(&self, member: &Member, layer: &Layer, index: usize) {
+        self.project(member, layer);
+        member.sync();
+        self.attend(member, layer, index);
+        member.sync();
+        self.out(member, layer);
+        member.sync();
+        self.gate_up(member, layer);
+        member.sync();
+        self.down(member, layer);
+        member.sync();
+    }
 
-/// x += attention W^T.
-pub fn out(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace) -> Result<()> {
-    ctx.launch(layer.o_proj.bytes());
-    multiply(ctx, &ws.attention, &layer.o_proj, &mut ws.x, Store::Add);
-    Ok(())
-}
+    /// Norm, query/key/value product.
+    fn project(&self, member: &Member, layer: &Layer) {
+        let weight = &layer.qkv_proj;
+        let rows = self.normed_rows(member, weight, &layer.input_layernorm, self.lanes.len(), |i| i);
+        // SAFETY: the columns of this member's panels are its own.
+        unsafe { weight.multiply(self.family, rows, weight.share(member), self.qkv, Store::Set) };
+    }
 
-/// Norm, gate and up product, silu(gate) * up.
-pub fn gate_up(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace) -> Result<()> {
-    ctx.launch(layer.gate_up_proj.bytes() + 4 * layer.post_attention_layernorm.len());
-    normalize(ctx, &layer.post_attention_layernorm, ws);
-    multiply(ctx, &ws.normed, &layer.gate_up_proj, &mut ws.gate_up, Store::Set);
-    let (family, width, gate_up) = (ctx.family(), ws.sizes.intermediate_size, &ws.gate_up);
-    each_lane(ctx, &mut ws.activation, width, |lane, y| {
-        let (gate, up) = gate_up[lane * 2 * width..][..2 * width].split_at(width);
-        swiglu(family, gate, up, y);
-    });
-    Ok(())
-}
+    /// x += attention W^T.
+    fn out(&self, member: &Member, layer: &Layer) {
+        let weight = &layer.o_proj;
+        let rows = self.rows_of(member, weight, self.attention, self.sizes.heads.attention_size());
+        // SAFETY: as in `project`.
+        unsafe { weight.multiply(self.family, rows, weight.share(member), self.x, Store::Add) };
+    }
 
-/// x += activation W^T.
-pub fn down(ctx: &mut Ctx, layer: &Layer, ws: &mut Workspace) -> Result<()> {
-    ctx.launch(layer.down_proj.bytes());
-    multiply(ctx, &ws.activation, &layer.down_proj, &mut ws.x, Store::Add);
-    Ok(())
-}
-
-fn normalize(ctx: &Ctx, weight: &[f32], ws: &mut Workspace) {
-    let (width, x) = (ws.sizes.hidden_size, &ws.x);
-    let (family, eps) = (ctx.family(), ws.sizes.rms_norm_eps);
-    each_lane(ctx, &mut ws.normed, width, |lane, y| {
-        y.copy_from_slice(&x[lane * width..][..width]);
-        rms_norm(family, y, weight, eps);
-    });
-}
-
-/// Query heads, normalised and rotated to their position and, where that differs, for the sinks.
-fn turn_queries(ctx: &Ctx, layer: &Layer, ws: &mut Workspace) {
-    let (family, heads, eps) = (ctx.family(), ws.sizes.heads, ws.sizes.rms_norm_eps);
-    let (dim, width, size) = (heads.dim, heads.qkv_size(), heads.attention_size());
-    let (lanes, qkv, angles) = (&ws.lanes, &ws.qkv, &ws.angles);
-    each_lane(ctx, &mut ws.query, 2 * size, |i, query| {
-        let (window, sinks) = query.split_at_mut(size);
-        let (here, there) = angles[i * 2 * dim..][..2 * dim].split_at(dim);
-        window.copy_from_slice(&qkv[i * width..][..size]);
-        if let Some([weight, _]) = &layer.qk_norm {
-            window.chunks_exact_mut(dim).for_each(|head| rms_norm(family, head, weight, eps));
-        }
-        if lanes[i].position != lanes[i].sink_position {
-            sinks.copy_from_slice(window);
-            sinks.chunks_exact_mut(dim).for_each(|head| rotate(family, head, there));
-        }
-        window.chunks_exact_mut(dim).for_each(|head| rotate(family, head, here));
-    });
-}
-
-/// Normalises and rotates the keys and writes them and the values to the pages, lane by lane: two may share a page.
-fn append(family: Family, layer: &Layer, ws: &mut Workspace, tables: &mut impl Tables) {
-    let (heads, eps) = (ws.sizes.heads, ws.sizes.rms_norm_eps);
-    let (dim, width) = (heads.dim, heads.qkv_size());
-    for (i, lane) in ws.lanes.iter().enumerate() {
-        let row = &mut ws.qkv[i * width..][..width];
-        let (keys, values) = row[heads.attention * dim..].split_at_mut(heads.key_value * dim);
-        for head in keys.chunks_exact_mut(dim) {
-            if let Some([_, weight]) = &layer.qk_norm {
-                rms_norm(family, head, weight, eps);
+    /// Norm, gate and up product, gate = silu(gate) * up.
+    fn gate_up(&self, member: &Member, layer: &Layer) {
+        let (gate, up, width) = (&layer.gate_proj, &layer.up_proj, self.sizes.intermediate_size);
+        let rows = self.normed_rows(member, gate, &layer.post_attention_layernorm, self.lanes.len(), |i| i);
+        let panels = gate.share(member);
+        let columns = gate.columns(&panels);
+        // SAFETY: as in `project`; the panels of both hold the same columns.
+        unsafe {
+            gate.multiply(self.family, rows, panels.clone(), self.gate, Store::Set);
+            up.multiply(self.family, rows, panels, self.up, Store::Set);
+            for lane in 0..self.lanes.len() {
+                let at = lane * width + columns.start;
+                swiglu(self.family, self.gate.part(at, columns.len()), self.up.read(at, columns.len()));
             }
-            rotate(family, head, &ws.angles[i * 2 * dim..][..dim]);
         }
-        tables.table_mut(lane.row).write(lane.position, keys, values);
+    }
+
+    /// x += activation W^T.
+    fn down(&self, member: &Member, layer: &Layer) {
+        let weight = &layer.down_proj;
+        let rows = self.rows_of(member, weight, self.gate, self.sizes.intermediate_size);
+        // SAFETY: as in `project`.
+        unsafe { weight.multiply(self.family, rows, weight.share(member), self.x, Store::Add) };
     }
 }
 
 simd_fn! {
-fn swiglu<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-    for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
-        *y = gate * sigmoid::<S>(*gate) * up;
+/// gate = silu(gate) * up.
+fn swiglu<S>(gate: &mut [f32], up: &[f32]) {
+    for (gate, up) in gate.iter_mut().zip(up) {
+        *gate = *gate * sigmoid::<S>(*gate) * up;
     }
 }
 }

@@ -1,12 +1,14 @@
 //! The decode list: the forward of the engine, six fused ops a layer and head, over buffers that are made once.
 //!
-//! `embed`, then for each layer `project` (norm + qkv + query/key norm + rotary + append), `attend`, `out` (+ residual),
-//! `gate_up` (norm + gate/up + swiglu) and `down` (+ residual), then `head` (norm + logits). Called by `engine` only; the
-//! tape's forward computes the same function with other kernels. A step works on lanes: one token of one row each, any
-//! mixture of rows and lengths. What must stay true: a lane's result depends on nothing but its row and position.
+//! `embed`, then for each layer `project` (norm + qkv), `attend` (query/key norm + rotary + append + attention), `out`
+//! (+ residual), `gate_up` (norm + gate/up + swiglu) and `down` (+ residual), then `head` (norm + logits). Called by `engine`
+//! only; the tape's forward computes the same function with other kernels. A pass works on lanes: one token of one row
+//! each, any mixture of rows and lengths. All threads walk the whole list together (`ops::team`), each doing its share of
+//! an op, with a sync after it. What must stay true: a lane's result depends on nothing but its row and position.
 
 pub mod aligned;
 pub mod attend;
+pub mod cells;
 pub mod head;
 pub mod layer;
 pub mod noise;
@@ -15,11 +17,13 @@ pub mod quantized;
 pub mod skinny;
 pub mod weight;
 
-use crate::ops::ctx::Ctx;
 use crate::ops::heads::Heads;
+use crate::ops::simd::Family;
 use crate::ops::simd::{self, simd_fn};
+use crate::ops::team::Member;
+use cells::Cells;
 use pages::Table;
-use weight::{Output, Weight};
+use weight::{RowBuffer, RowCells, Rows, Weight};
 
 /// One token of a step.
 #[derive(Clone, Copy, Debug)]
@@ -31,10 +35,9 @@ pub struct Lane {
     pub sink_position: usize,
 }
 
-/// The page tables of one layer, by row of the step.
+/// The page tables of a step, by layer and row.
 pub trait Tables: Sync {
-    fn table(&self, row: usize) -> &Table;
-    fn table_mut(&mut self, row: usize) -> &mut Table;
+    fn table(&self, layer: usize, row: usize) -> &Table;
 }
 
 /// The sizes that a decode list needs: Hugging Face's names, see `GptConfig`.
@@ -59,32 +62,47 @@ pub struct Layer {
     pub o_proj: Weight,
     /// (C)
     pub post_attention_layernorm: Vec<f32>,
-    /// (2 F, C): gate, then up.
-    pub gate_up_proj: Weight,
+    /// (F, C) each.
+    pub gate_proj: Weight,
+    pub up_proj: Weight,
     /// (C, F)
     pub down_proj: Weight,
 }
 
 impl Layer {
-    /// Bytes of all its weights: what one step reads.
-    pub fn bytes(&self) -> usize {
-        let norms: usize = self.qk_norm.iter().flatten().map(Vec::len).sum();
-        let norms = norms + self.input_layernorm.len() + self.post_attention_layernorm.len();
-        let panels = [&self.qkv_proj, &self.o_proj, &self.gate_up_proj, &self.down_proj];
-        4 * norms + panels.iter().map(|p| p.bytes()).sum::<usize>()
+    /// Bytes of weights that each of its ops reads, in their order.
+    pub fn bytes(&self) -> [usize; 5] {
+        let norms: usize = self.input_layernorm.len() + self.qk_norm.iter().flatten().map(Vec::len).sum::<usize>();
+        [
+            self.qkv_proj.bytes() + 4 * norms,
+            0,
+            self.o_proj.bytes(),
+            self.gate_proj.bytes() + self.up_proj.bytes() + 4 * self.post_attention_layernorm.len(),
+            self.down_proj.bytes(),
+        ]
+    }
+
+    /// Numbers in its matrices.
+    pub fn parameters(&self) -> usize {
+        let matrices = [&self.qkv_proj, &self.o_proj, &self.gate_proj, &self.up_proj, &self.down_proj];
+        matrices.iter().map(|w| w.outputs() * w.row_len()).sum()
     }
 }
 
-/// The buffers of a step. They grow to the most lanes seen, then a step allocates nothing.
+/// The buffers of a pass. They grow to the most lanes seen, then a pass allocates nothing.
 pub struct Workspace {
     sizes: Sizes,
     lanes: Vec<Lane>,
+    /// The lanes whose logits are asked for.
+    outputs: Vec<usize>,
     /// Frequencies of the D / 2 pairs, radians a position.
     frequencies: Vec<f64>,
     /// The residual stream, (lanes, C).
     x: Vec<f32>,
-    /// (lanes, C)
+    /// (rows, C), for the rows that `Pass::region` tells.
     normed: Vec<f32>,
+    /// Rows of a product, in the form of its weight.
+    rows: RowBuffer,
     /// (lanes, (H + 2 K) D)
     qkv: Vec<f32>,
     /// (lanes, 2, H D): rotated for the window's keys, and for the sinks.
@@ -93,10 +111,10 @@ pub struct Workspace {
     angles: Vec<f32>,
     /// (lanes, H D)
     attention: Vec<f32>,
-    /// (lanes, 2 F)
-    gate_up: Vec<f32>,
     /// (lanes, F)
-    activation: Vec<f32>,
+    gate: Vec<f32>,
+    /// (lanes, F)
+    up: Vec<f32>,
     /// (outputs, V)
     logits: Vec<f32>,
 }
@@ -106,25 +124,30 @@ impl Workspace {
         let dim = sizes.heads.dim;
         let frequencies = (0..dim / 2).map(|i| sizes.rope_theta.powf(-2.0 * i as f64 / dim as f64)).collect();
         let [x, normed, qkv, query, angles] = [const { Vec::new() }; 5];
-        let [attention, gate_up, activation, logits] = [const { Vec::new() }; 4];
-        let lanes = Vec::new();
-        Self { sizes, lanes, frequencies, x, normed, qkv, query, angles, attention, gate_up, activation, logits }
+        let [attention, gate, up, logits] = [const { Vec::new() }; 4];
+        let (lanes, outputs, rows) = (Vec::new(), Vec::new(), RowBuffer::default());
+        Self { sizes, lanes, outputs, frequencies, x, normed, rows, qkv, query, angles, attention, gate, up, logits }
     }
 
-    /// Makes room for the lanes of a step and computes their angles, in f64 at any position.
-    fn begin(&mut self, lanes: &[Lane]) {
+    /// Makes room for the lanes of a pass on so many threads, and computes their angles, in f64 at any position.
+    pub fn begin(&mut self, lanes: &[Lane], outputs: &[usize], vocab_size: usize, threads: usize) {
         let Sizes { heads, hidden_size, intermediate_size, .. } = self.sizes;
         self.lanes.clear();
         self.lanes.extend_from_slice(lanes);
+        self.outputs.clear();
+        self.outputs.extend_from_slice(outputs);
         let n = lanes.len();
+        let rows = n.max(FEW * threads);
         self.x.resize(n * hidden_size, 0.0);
-        self.normed.resize(n * hidden_size, 0.0);
+        self.normed.resize(rows * hidden_size, 0.0);
+        self.rows.reserve(rows, hidden_size.max(intermediate_size).max(heads.attention_size()));
         self.qkv.resize(n * heads.qkv_size(), 0.0);
         self.query.resize(n * 2 * heads.attention_size(), 0.0);
         self.angles.resize(n * 2 * heads.dim, 0.0);
         self.attention.resize(n * heads.attention_size(), 0.0);
-        self.gate_up.resize(n * 2 * intermediate_size, 0.0);
-        self.activation.resize(n * intermediate_size, 0.0);
+        self.gate.resize(n * intermediate_size, 0.0);
+        self.up.resize(n * intermediate_size, 0.0);
+        self.logits.resize(outputs.len() * vocab_size, 0.0);
         for (lane, angles) in lanes.iter().zip(self.angles.chunks_exact_mut(2 * heads.dim)) {
             let (window, sinks) = angles.split_at_mut(heads.dim);
             rotations(&self.frequencies, lane.position, window);
@@ -135,6 +158,125 @@ impl Workspace {
             }
         }
     }
+
+    /// The pass that was begun, for the members of a team to walk through.
+    pub fn pass<'a, T: Tables>(&'a mut self, family: Family, tables: &'a T) -> Pass<'a, T> {
+        Pass {
+            family,
+            sizes: self.sizes,
+            lanes: &self.lanes,
+            outputs: &self.outputs,
+            tables,
+            x: Cells::new(&mut self.x),
+            normed: Cells::new(&mut self.normed),
+            rows: self.rows.cells(),
+            qkv: Cells::new(&mut self.qkv),
+            query: Cells::new(&mut self.query),
+            angles: &self.angles,
+            attention: Cells::new(&mut self.attention),
+            gate: Cells::new(&mut self.gate),
+            up: Cells::new(&mut self.up),
+            logits: Cells::new(&mut self.logits),
+        }
+    }
+
+    /// Bytes of a lane's token vector.
+    pub fn token_bytes(&self) -> usize {
+        4 * self.sizes.hidden_size
+    }
+
+    /// (outputs, V), once the pass has been through `head`.
+    pub fn logits(&mut self) -> &mut [f32] {
+        &mut self.logits
+    }
+}
+
+/// A pass as each member sees it. The ops are methods that every member calls, in the same order; at the start of each
+/// the buffers that it reads are written, and all members are there.
+pub struct Pass<'a, T> {
+    family: Family,
+    sizes: Sizes,
+    lanes: &'a [Lane],
+    outputs: &'a [usize],
+    tables: &'a T,
+    x: Cells<'a, f32>,
+    normed: Cells<'a, f32>,
+    rows: RowCells<'a>,
+    qkv: Cells<'a, f32>,
+    query: Cells<'a, f32>,
+    angles: &'a [f32],
+    attention: Cells<'a, f32>,
+    gate: Cells<'a, f32>,
+    up: Cells<'a, f32>,
+    logits: Cells<'a, f32>,
+}
+
+/// Up to so many rows each member prepares for itself: waiting for another one would take longer.
+const FEW: usize = 2;
+
+/// Where the rows of a product are prepared.
+struct Region {
+    /// Its first row in the buffers.
+    first: usize,
+    /// The rows that this member prepares, counted from there.
+    mine: std::ops::Range<usize>,
+    /// Whether other members prepare the others.
+    shared: bool,
+}
+
+impl<'a, T: Tables> Pass<'a, T> {
+    fn region(&self, member: &Member, rows: usize) -> Region {
+        match rows <= FEW {
+            true => Region { first: member.index() * FEW, mine: 0..rows, shared: false },
+            false => Region { first: 0, mine: member.share(rows), shared: true },
+        }
+    }
+
+    /// The normed residual stream of `count` lanes, number i of which is `lane(i)`, as rows for `weight`.
+    fn normed_rows(
+        &self,
+        member: &Member,
+        weight: &Weight,
+        norm: &[f32],
+        count: usize,
+        lane: impl Fn(usize) -> usize,
+    ) -> Rows<'a> {
+        let (width, region) = (self.sizes.hidden_size, self.region(member, count));
+        for i in region.mine.clone() {
+            // SAFETY: nobody writes the residual stream now, and row i of the region is this member's.
+            unsafe {
+                let y = self.normed.part((region.first + i) * width, width);
+                y.copy_from_slice(self.x.read(lane(i) * width, width));
+                rms_norm(self.family, y, norm, self.sizes.rms_norm_eps);
+                self.rows.convert(self.family, weight, region.first + i, y);
+            }
+        }
+        if region.shared {
+            member.sync();
+        }
+        // SAFETY: the rows stay as they are until the op's end.
+        unsafe { self.rows.rows(weight, region.first, count, self.normed.read(region.first * width, count * width)) }
+    }
+
+    /// The lanes of a buffer (lanes, width) as rows for `weight`.
+    fn rows_of(&self, member: &Member, weight: &Weight, buffer: Cells<'a, f32>, width: usize) -> Rows<'a> {
+        let n = self.lanes.len();
+        // SAFETY: the op only reads it.
+        let x = unsafe { buffer.read(0, n * width) };
+        if let Weight::F32(_) = weight {
+            return Rows::F32(x);
+        }
+        let region = self.region(member, n);
+        for i in region.mine.clone() {
+            // SAFETY: row i of the region is this member's.
+            unsafe { self.rows.convert(self.family, weight, region.first + i, &x[i * width..][..width]) };
+        }
+        if region.shared {
+            member.sync();
+        }
+        // SAFETY: the rows stay as they are until the op's end.
+        unsafe { self.rows.rows(weight, region.first, n, x) }
+    }
 }
 
 /// Cosines, then sines, of a position's angles.
@@ -144,22 +286,6 @@ fn rotations(frequencies: &[f64], position: usize, angles: &mut [f32]) {
         let (s, c) = (position as f64 * frequency).sin_cos();
         (*cos, *sin) = (c as f32, s as f32);
     }
-}
-
-/// Runs `f` on each lane's part of a buffer, on all threads if there is enough to do.
-fn each_lane(ctx: &Ctx, data: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
-    // An element costs half a nanosecond, roughly.
-    each_part(ctx, data.len() as f64 / 2.0, data, width, f);
-}
-
-/// Runs `f` on each part of `width` elements, on all threads if work of so many nanoseconds is worth it.
-fn each_part(ctx: &Ctx, nanoseconds: f64, data: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
-    if !ctx.team().is_worth(nanoseconds) {
-        return data.chunks_exact_mut(width).enumerate().for_each(|(i, part)| f(i, part));
-    }
-    let (count, parts) = (data.len() / width, Output::new(data));
-    // SAFETY: the team runs each number once, so each part has one user.
-    ctx.team().run(count, |i| f(i, unsafe { parts.slice(i * width, width) }));
 }
 
 simd_fn! {

@@ -9,49 +9,128 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::aligned::{Aligned, prefetch};
+use super::skinny::Lane;
+use crate::ops::gemm::Bf16x2;
 use crate::ops::heads::Heads;
 
 /// Positions of a page. Blocks start at multiples of it, so the order of all sums over keys depends only on (t, W, S).
 pub const PAGE: usize = 64;
 
-/// Keys and values of 64 positions, all key/value heads. Keys lie `[K][D][64]`, so that 64 scores are one vector
-/// loop over D; values lie `[K][64][D]`. Slots that no position was written to are zero or stale, never read as visible.
+/// What keys and values are kept in. The text depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheType {
+    #[default]
+    F32,
+    Bf16,
+}
+
+/// Keys and values of 64 positions, all key/value heads.
 #[derive(Clone)]
-pub struct Page {
-    // Stored as f32. A narrower type becomes an enum here: only `write` and the two readers know the layout.
-    keys: Aligned,
-    values: Aligned,
+pub(super) enum Page {
+    F32(Halves<f32>),
+    Bf16(Halves<Bf16x2>),
 }
 
 impl Page {
+    fn new(kind: CacheType, heads: Heads) -> Self {
+        match kind {
+            CacheType::F32 => Page::F32(Halves::new(heads)),
+            CacheType::Bf16 => Page::Bf16(Halves::new(heads)),
+        }
+    }
+
+    /// Stores key and value (D each) of one head at a slot.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes this head's part meanwhile.
+    pub(super) unsafe fn write(&self, head: usize, slot: usize, key: &[f32], value: &[f32]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Page::F32(halves) => halves.write(head, slot, key, value),
+                Page::Bf16(halves) => halves.write(head, slot, key, value),
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Page::F32(halves) => 4 * (halves.keys.len() + halves.values.len()),
+            Page::Bf16(halves) => 4 * (halves.keys.len() + halves.values.len()),
+        }
+    }
+}
+
+/// An element of the cache: a number, or two bf16 that a dot product takes together.
+pub(super) trait Stored: Lane + 'static {
+    /// The halves of a page of this type.
+    fn of(page: &Page) -> Option<&Halves<Self>>;
+}
+
+impl Stored for f32 {
+    fn of(page: &Page) -> Option<&Halves<f32>> {
+        if let Page::F32(halves) = page { Some(halves) } else { None }
+    }
+}
+
+impl Stored for Bf16x2 {
+    fn of(page: &Page) -> Option<&Halves<Bf16x2>> {
+        if let Page::Bf16(halves) = page { Some(halves) } else { None }
+    }
+}
+
+/// Keys lie `[K][D][64]`, so that 64 scores are one vector loop over D; values lie `[K][64][D]`. In bf16 an element holds two
+/// neighbours of the dimension that a product sums over: of D in the keys, of the slots in the values. Slots that no position
+/// was written to are zero or stale, never read as visible.
+#[derive(Clone)]
+pub(super) struct Halves<E: Stored> {
+    keys: Aligned<E>,
+    values: Aligned<E>,
+}
+
+impl<E: Stored> Halves<E> {
     fn new(heads: Heads) -> Self {
-        let len = heads.key_value * heads.dim * PAGE;
-        Self { keys: Aligned::zeros(len), values: Aligned::zeros(len) }
+        let halves = |dim: usize, slots: usize| Aligned::zeros(heads.key_value * dim * slots);
+        Self { keys: halves(heads.dim.div_ceil(E::STEPS), PAGE), values: halves(heads.dim, PAGE / E::STEPS) }
     }
 
-    fn write(&mut self, dim: usize, slot: usize, key: &[f32], value: &[f32]) {
+    /// # Safety
+    /// Nobody else reads or writes this head's part meanwhile.
+    unsafe fn write(&self, head: usize, slot: usize, key: &[f32], value: &[f32]) {
+        let dim = key.len();
+        let (rows, pairs) = (dim.div_ceil(E::STEPS), PAGE / E::STEPS);
+        // SAFETY: the parts of one head, which the caller has for himself.
+        let (keys, values) = unsafe {
+            let keys = self.keys.cells().part(head * rows * PAGE, rows * PAGE);
+            (keys, self.values.cells().part((head * pairs + slot / E::STEPS) * dim, dim))
+        };
         // Each element of a key lies in a line of its own: ask for all of them before the first store waits for one.
-        for i in 0..key.len() {
-            prefetch::<f32, 1>(self.keys.as_ptr().wrapping_add(i * PAGE + slot));
+        for i in 0..rows {
+            prefetch::<E, 1>(keys.as_ptr().wrapping_add(i * PAGE + slot));
         }
-        for (to, from) in self.keys[slot..].iter_mut().step_by(PAGE).zip(key) {
-            *to = *from;
+        for (to, key) in keys[slot..].iter_mut().step_by(PAGE).zip(key.chunks(E::STEPS)) {
+            *to = E::new(key[0], key.get(1).copied().unwrap_or(0.0));
         }
-        for (head, from) in value.chunks_exact(dim).enumerate() {
-            self.values[(head * PAGE + slot) * dim..][..dim].copy_from_slice(from);
+        for (to, value) in values.iter_mut().zip(value) {
+            *to = to.with(slot % E::STEPS, *value);
         }
     }
 
-    /// Keys of one head, (D, 64).
+    /// Keys (D, 64) and values (64, D) of one head.
+    ///
+    /// # Safety
+    /// Nobody writes this head's part while they live.
     #[inline(always)]
-    pub(super) fn keys(&self, head: usize, dim: usize) -> &[f32] {
-        &self.keys[head * dim * PAGE..][..dim * PAGE]
+    pub(super) unsafe fn head(&self, head: usize, dim: usize) -> (&[E], &[E]) {
+        let (keys, values) = (dim.div_ceil(E::STEPS) * PAGE, dim * (PAGE / E::STEPS));
+        // SAFETY: the caller's promise.
+        unsafe { (self.keys.cells().read(head * keys, keys), self.values.cells().read(head * values, values)) }
     }
 
-    /// Values of one head, (64, D).
+    /// Where the keys of a head lie.
     #[inline(always)]
-    pub(super) fn values(&self, head: usize, dim: usize) -> &[f32] {
-        &self.values[head * dim * PAGE..][..dim * PAGE]
+    pub(super) fn keys_at(&self, head: usize, dim: usize) -> *const E {
+        self.keys.as_ptr().wrapping_add(head * dim.div_ceil(E::STEPS) * PAGE)
     }
 }
 
@@ -59,6 +138,7 @@ impl Page {
 #[derive(Clone)]
 pub struct Table {
     heads: Heads,
+    kind: CacheType,
     window: usize,
     sinks: usize,
     /// Blocks 0.. that hold sinks.
@@ -70,14 +150,18 @@ pub struct Table {
 
 impl Table {
     /// An empty table. `window` >= 1.
-    pub fn new(heads: Heads, window: usize, sinks: usize) -> Self {
+    pub fn new(heads: Heads, kind: CacheType, window: usize, sinks: usize) -> Self {
         assert!(window >= 1, "a window of no keys sees nothing");
         let first = sinks.div_ceil(PAGE);
-        Self { heads, window, sinks, pinned: VecDeque::new(), first, recent: VecDeque::new() }
+        Self { heads, kind, window, sinks, pinned: VecDeque::new(), first, recent: VecDeque::new() }
     }
 
     pub fn heads(&self) -> Heads {
         self.heads
+    }
+
+    pub fn kind(&self) -> CacheType {
+        self.kind
     }
 
     pub fn window(&self) -> usize {
@@ -94,16 +178,28 @@ impl Table {
         position.min(self.sinks.saturating_add(self.window - 1))
     }
 
+    /// Makes the page of a position one that this table may write to: the next position, or one that was written before.
+    pub fn reserve(&mut self, position: usize) {
+        let (block, pinned) = (position / PAGE, self.sinks.div_ceil(PAGE));
+        let new = || Arc::new(Page::new(self.kind, self.heads));
+        let (pages, i) =
+            if block < pinned { (&mut self.pinned, block) } else { (&mut self.recent, block - self.first) };
+        assert!(i <= pages.len(), "positions are written in order");
+        if i == pages.len() {
+            pages.push_back(new());
+        }
+        Arc::make_mut(&mut pages[i]);
+    }
+
     /// Stores key and value (K * D each) of a position: the next one, or one that was written before.
-    pub fn write(&mut self, position: usize, key: &[f32], value: &[f32]) {
-        let (block, heads) = (position / PAGE, self.heads);
-        let pinned = self.sinks.div_ceil(PAGE);
-        let page = if block < pinned {
-            grow(&mut self.pinned, block, heads)
-        } else {
-            grow(&mut self.recent, block - self.first, heads)
-        };
-        Arc::make_mut(page).write(heads.dim, position % PAGE, key, value);
+    #[cfg(test)]
+    pub(crate) fn write(&mut self, position: usize, key: &[f32], value: &[f32]) {
+        self.reserve(position);
+        let page = self.page(position / PAGE).expect("just reserved");
+        for (head, (key, value)) in key.chunks(self.heads.dim).zip(value.chunks(self.heads.dim)).enumerate() {
+            // SAFETY: the table is borrowed exclusively.
+            unsafe { page.write(head, position % PAGE, key, value) };
+        }
     }
 
     /// The page of a block, unless it was dropped or is not written yet.
@@ -157,21 +253,21 @@ impl Table {
     /// The first value of a position.
     #[cfg(test)]
     pub(crate) fn value(&self, position: usize) -> f32 {
-        let page = self.page(position / PAGE).expect("the test wrote it");
-        page.values(0, self.heads.dim)[position % PAGE * self.heads.dim]
+        let (page, slot) = (self.page(position / PAGE).expect("the test wrote it"), position % PAGE * self.heads.dim);
+        // SAFETY: the table is borrowed, and no pass runs.
+        unsafe {
+            match page {
+                Page::F32(halves) => halves.head(0, self.heads.dim).1[slot],
+                Page::Bf16(halves) => {
+                    let at = position % PAGE / 2 * self.heads.dim;
+                    halves.head(0, self.heads.dim).1[at].values()[position % 2]
+                }
+            }
+        }
     }
 
     /// Memory of the pages, in bytes; shared ones count in each table.
     pub fn bytes(&self) -> usize {
-        (self.pinned.len() + self.recent.len()) * 2 * self.heads.key_value * self.heads.dim * PAGE * 4
+        self.pinned.iter().chain(&self.recent).map(|page| page.bytes()).sum()
     }
-}
-
-/// Page `i` of a list that `i` may be one past the end of.
-fn grow(pages: &mut VecDeque<Arc<Page>>, i: usize, heads: Heads) -> &mut Arc<Page> {
-    assert!(i <= pages.len(), "positions are written in order");
-    if i == pages.len() {
-        pages.push_back(Arc::new(Page::new(heads)));
-    }
-    &mut pages[i]
 }

@@ -7,15 +7,15 @@
 //! `[4 or 8][64][4]` (4-bit ones two to a byte: fours p and p + 4), the fifth bits `[64]` as words, the scales `[64]` as
 //! f16 and, in formats that have them, the minima.
 
+use std::ops::Range;
+
 use super::aligned::{Aligned, Arena};
-use super::weight::{Output, spread};
+use super::cells::Cells;
+use super::weight::PANEL;
 use crate::ops::blocks::{BLOCK, Block, Format};
-use crate::ops::ctx::Ctx;
 use crate::ops::gemm::Store;
 use crate::ops::simd::{Family, simd_fn};
 
-/// Columns of a panel.
-const PANEL: usize = 64;
 /// Fours of a block.
 const FOURS: usize = BLOCK / 4;
 /// Rows of the highest tile.
@@ -107,6 +107,11 @@ impl Blocks {
         Block { scale: half(parts.scales), min, q }
     }
 
+    /// Numbers of a row.
+    pub fn row_len(&self) -> usize {
+        self.k
+    }
+
     /// Rows of the weight: the columns of a product.
     pub fn outputs(&self) -> usize {
         self.n
@@ -126,33 +131,24 @@ impl Blocks {
     }
 }
 
-/// y (m, n) = x (m, k) W^T, or y + x W^T, with x quantised to 8 bits.
-pub fn multiply(ctx: &Ctx, x: &[f32], weight: &Blocks, y: &mut [f32], store: Store) {
-    let (n, k) = (weight.n, weight.k);
-    let m = y.len() / n;
-    assert_eq!((x.len(), y.len()), (m * k, m * n), "rows of {k} to rows of {n}");
-    if m == 0 {
-        return;
-    }
-    let blocks = m * k / BLOCK;
-    let (mut fours, mut scales, mut sums) = (ctx.vec::<u32>(m * k / 4), ctx.vec::<f32>(blocks), ctx.vec::<f32>(blocks));
-    quantize_rows(ctx.family(), x, &mut fours, &mut scales, &mut sums);
-    let rows = Rows { fours: &fours, scales: &scales, sums: &sums, blocks: k / BLOCK };
-    let job = Job { rows, weight, family: ctx.family(), m, y: Output::new(y), add: store == Store::Add };
-    spread(ctx, weight.bytes(), m * n * k, n.div_ceil(PANEL), |panels| panels.for_each(|panel| job.panel(panel)));
-    ctx.recycle(fours);
-    ctx.recycle(scales);
-    ctx.recycle(sums);
+/// The columns that `panels` hold of y (m, n) = x (m, k) W^T, or y + x W^T.
+///
+/// # Safety
+/// Nobody else reads or writes these columns meanwhile.
+pub unsafe fn multiply(family: Family, rows: Rows, weight: &Blocks, panels: Range<usize>, y: Cells<f32>, store: Store) {
+    let m = rows.scales.len() / rows.blocks;
+    let job = Job { rows, weight, family, m, y, add: store == Store::Add };
+    panels.for_each(|panel| job.panel(panel));
 }
 
 /// Quantised rows: of each block 32 signed bytes by fours, their scale, and the sum of the bytes.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
-    fours: &'a [u32],
-    scales: &'a [f32],
-    sums: &'a [f32],
+pub struct Rows<'a> {
+    pub fours: &'a [u32],
+    pub scales: &'a [f32],
+    pub sums: &'a [f32],
     /// Blocks of a row.
-    blocks: usize,
+    pub blocks: usize,
 }
 
 impl<'a> Rows<'a> {
@@ -163,7 +159,8 @@ impl<'a> Rows<'a> {
 }
 
 simd_fn! {
-fn quantize_rows<S>(x: &[f32], fours: &mut [u32], scales: &mut [f32], sums: &mut [f32]) {
+/// A row of whole blocks as 8 bits see it.
+pub fn quantize_row<S>(x: &[f32], fours: &mut [u32], scales: &mut [f32], sums: &mut [f32]) {
     // 1.5 * 2^23: adding it rounds to the nearest integer, which then stands in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let (x, fours) = (x.as_chunks::<BLOCK>().0, fours.as_chunks_mut::<FOURS>().0);
@@ -194,7 +191,7 @@ struct Job<'a> {
     weight: &'a Blocks,
     family: Family,
     m: usize,
-    y: Output<'a>,
+    y: Cells<'a, f32>,
     add: bool,
 }
 
@@ -226,7 +223,7 @@ impl Job<'_> {
                         $(($m, $n) => {
                             let sums = self.tile::<$m, $n>(first, data, offset);
                             for (i, sums) in sums.iter().enumerate() {
-                                // SAFETY: panels go to one task each, and this one holds these columns.
+                                // SAFETY: the caller of `multiply` has these columns for himself.
                                 unsafe { self.y.put((first + i) * n + column, &sums[..cols], self.add) };
                             }
                         })*
@@ -435,7 +432,13 @@ mod vnni {
 #[cfg(test)]
 mod tests {
     use super::super::testing::{contexts, numbers};
+    use super::super::weight::{Weight, WeightType, multiply};
     use super::*;
+    use crate::ops::ctx::Ctx;
+
+    fn pack(format: Format, weight: &[f32], k: usize) -> Weight {
+        Weight::pack(&mut Arena::default(), WeightType::Blocks(format), &[weight], k).unwrap()
+    }
 
     #[test]
     fn rows_come_back_as_the_blocks_have_them() {
@@ -460,7 +463,7 @@ mod tests {
         for size in [1.0, 1e-3, 1e4] {
             let (weight, x) = (numbers(1, n * k), Vec::from_iter(numbers(2, m * k).iter().map(|x| x * size)));
             for format in Format::ALL {
-                let blocks = Blocks::pack(&mut Arena::default(), format, &[&weight], k);
+                let blocks = pack(format, &weight, k);
                 for ctx in contexts() {
                     let mut y = vec![f32::NAN; m * n];
                     multiply(&ctx, &x, &blocks, &mut y, Store::Set);
@@ -490,7 +493,7 @@ mod tests {
         let (m, n, k) = (4, 64, 512);
         let (weight, x) = (numbers(1, n * k), numbers(2, m * k));
         let ctx = Ctx::cpu(Family::detect());
-        let blocks = Blocks::pack(&mut Arena::default(), Format::Q8_0, &[&weight], k);
+        let blocks = pack(Format::Q8_0, &weight, k);
         let mut y = vec![0.0; m * n];
         multiply(&ctx, &x, &blocks, &mut y, Store::Set);
         let (mut off, mut all) = (0f64, 0f64);
@@ -509,7 +512,7 @@ mod tests {
             for format in Format::ALL {
                 let (n, k) = (200, 160);
                 let (weight, x) = (numbers(1, n * k), numbers(2, 32 * k));
-                let blocks = Blocks::pack(&mut Arena::default(), format, &[&weight], k);
+                let blocks = pack(format, &weight, k);
                 let mut alone = vec![f32::NAN; 32 * n];
                 for (x, y) in x.chunks(k).zip(alone.chunks_mut(n)) {
                     multiply(&ctx, x, &blocks, y, Store::Set);
@@ -528,7 +531,7 @@ mod tests {
         let (n, k) = (70, 320);
         let (weight, x) = (numbers(1, n * k), numbers(2, 3 * k));
         for format in Format::ALL {
-            let blocks = Blocks::pack(&mut Arena::default(), format, &[&weight], k);
+            let blocks = pack(format, &weight, k);
             let results: Vec<Vec<f32>> = contexts()
                 .filter(|ctx| ctx.family() != Family::Portable)
                 .map(|ctx| {

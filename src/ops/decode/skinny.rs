@@ -7,14 +7,14 @@
 //! more rows a panel stays in the second-level cache while the row tiles pass over it, so memory is read once too.
 //! With bf16 weights the rows are rounded to bf16 as well.
 
+use std::ops::Range;
+
 use super::aligned::{Aligned, Arena, Plain, prefetch};
-use super::weight::{Output, spread};
-use crate::ops::ctx::Ctx;
+use super::cells::Cells;
+use super::weight::PANEL;
 use crate::ops::gemm::{Bf16x2, Factor, Store};
 use crate::ops::simd::{Family, simd_fn};
 
-/// Columns of a panel.
-const PANEL: usize = 64;
 /// The last panel is as wide as the columns left, rounded up to this; every tile width divides one of the two.
 const LANES: usize = 16;
 
@@ -23,17 +23,18 @@ pub trait Lane: Factor + Plain {
     /// The steps of k that an element holds, back as f32.
     fn values(self) -> [f32; 2];
 
-    /// MR rows `k` elements long times NR columns of a panel.
-    fn tile<const MR: usize, const NR: usize>(
+    /// The element with another number at that step.
+    fn with(self, step: usize, x: f32) -> Self;
+
+    /// MR rows `k` elements long times NR columns of a panel. Meanwhile as much from `ahead` on is asked for.
+    fn rows_tile<const MR: usize, const NR: usize>(
         family: Family,
         x: &[Self],
         k: usize,
         panel: &[Self],
         stride: usize,
+        ahead: *const Self,
     ) -> [[f32; NR]; MR];
-
-    /// Runs `f` on rows of `k` numbers as elements.
-    fn with_rows(ctx: &Ctx, x: &[f32], k: usize, f: impl FnOnce(&[Self]));
 }
 
 impl Lane for f32 {
@@ -41,18 +42,19 @@ impl Lane for f32 {
         [self, 0.0]
     }
 
-    fn tile<const MR: usize, const NR: usize>(
+    fn with(self, _: usize, x: f32) -> f32 {
+        x
+    }
+
+    fn rows_tile<const MR: usize, const NR: usize>(
         family: Family,
         x: &[f32],
         k: usize,
         panel: &[f32],
         stride: usize,
+        ahead: *const f32,
     ) -> [[f32; NR]; MR] {
-        tile::<f32, MR, NR>(family, x, k, panel, stride)
-    }
-
-    fn with_rows(_: &Ctx, x: &[f32], _: usize, f: impl FnOnce(&[f32])) {
-        f(x);
+        tile::<f32, MR, NR>(family, x, k, panel, stride, ahead)
     }
 }
 
@@ -61,34 +63,34 @@ impl Lane for Bf16x2 {
         [f32::from_bits(self << 16), f32::from_bits(self & 0xffff_0000)]
     }
 
-    fn tile<const MR: usize, const NR: usize>(
+    #[inline(always)]
+    fn with(self, step: usize, x: f32) -> u32 {
+        let both = Bf16x2::new(x, x);
+        let half = 0xffff << (16 * step);
+        (self & !half) | (both & half)
+    }
+
+    fn rows_tile<const MR: usize, const NR: usize>(
         family: Family,
         x: &[u32],
         k: usize,
         panel: &[u32],
         stride: usize,
+        ahead: *const u32,
     ) -> [[f32; NR]; MR] {
         match family {
             #[cfg(target_arch = "x86_64")]
-            Family::Avx512Bf16 => dot_tile::<MR, NR>(x, k, panel, stride),
-            _ => tile::<u32, MR, NR>(family, x, k, panel, stride),
+            Family::Avx512Bf16 if NR % 16 == 0 => dot_tile::<MR, NR>(x, k, panel, stride, ahead),
+            _ => tile::<u32, MR, NR>(family, x, k, panel, stride, ahead),
         }
-    }
-
-    fn with_rows(ctx: &Ctx, x: &[f32], k: usize, f: impl FnOnce(&[u32])) {
-        let mut rows = ctx.vec::<u32>(x.len() / k * k.div_ceil(2));
-        round_rows(ctx.family(), x, k, &mut rows);
-        f(&rows);
-        ctx.recycle(rows);
     }
 }
 
 simd_fn! {
-fn round_rows<S>(x: &[f32], k: usize, rows: &mut [u32]) {
-    for (x, row) in x.chunks_exact(k).zip(rows.chunks_exact_mut(k.div_ceil(2))) {
-        for (x, pair) in x.chunks(2).zip(row) {
-            *pair = Bf16x2::new(x[0], x.get(1).copied().unwrap_or(0.0));
-        }
+/// A row by pairs.
+pub fn round_row<S>(x: &[f32], row: &mut [u32]) {
+    for (x, pair) in x.chunks(2).zip(row) {
+        *pair = Bf16x2::new(x[0], x.get(1).copied().unwrap_or(0.0));
     }
 }
 }
@@ -144,8 +146,9 @@ impl<E: Lane> Panels<E> {
         (panel * PANEL * self.k + i % PANEL, self.width(panel))
     }
 
-    fn count(&self) -> usize {
-        self.n.div_ceil(PANEL)
+    /// Elements of a row.
+    pub fn row_len(&self) -> usize {
+        self.k
     }
 
     fn width(&self, panel: usize) -> usize {
@@ -153,18 +156,21 @@ impl<E: Lane> Panels<E> {
     }
 }
 
-/// y (m, n) = x (m, k) W^T, or y + x W^T.
-pub fn multiply<E: Lane>(ctx: &Ctx, x: &[f32], weight: &Panels<E>, y: &mut [f32], store: Store) {
-    let (n, inputs) = (weight.n, weight.inputs);
-    let m = y.len() / n;
-    assert_eq!((x.len(), y.len()), (m * inputs, m * n), "rows of {inputs} to rows of {n}");
-    if m == 0 {
-        return;
-    }
-    E::with_rows(ctx, x, inputs, |x| {
-        let job = Job { x, weight, family: ctx.family(), m, y: Output::new(y), add: store == Store::Add };
-        spread(ctx, weight.bytes(), m * n * inputs, weight.count(), |panels| job.panels(panels));
-    });
+/// The columns that `panels` hold of y (m, n) = x (m, k) W^T, or y + x W^T.
+///
+/// # Safety
+/// Nobody else reads or writes these columns meanwhile.
+pub unsafe fn multiply<E: Lane>(
+    family: Family,
+    x: &[E],
+    weight: &Panels<E>,
+    panels: Range<usize>,
+    y: Cells<f32>,
+    store: Store,
+) {
+    let m = x.len() / weight.k;
+    let job = Job { x, weight, family, m, y, add: store == Store::Add };
+    job.panels(panels);
 }
 
 struct Job<'a, E> {
@@ -172,12 +178,12 @@ struct Job<'a, E> {
     weight: &'a Panels<E>,
     family: Family,
     m: usize,
-    y: Output<'a>,
+    y: Cells<'a, f32>,
     add: bool,
 }
 
 impl<E: Lane> Job<'_, E> {
-    fn panels(&self, panels: std::ops::Range<usize>) {
+    fn panels(&self, panels: Range<usize>) {
         for panel in panels {
             let (k, width) = (self.weight.k, self.weight.width(panel));
             let data = &self.weight.data[panel * PANEL * k..][..width * k];
@@ -202,13 +208,14 @@ impl<E: Lane> Job<'_, E> {
                 break;
             }
             let cols = tile_width.min(n - column);
+            let ahead = data[offset..].as_ptr().wrapping_add(AHEAD);
             macro_rules! tiles {
                 ($($m:literal x $n:literal),*) => {
                     match (rows, tile_width) {
                         $(($m, $n) => {
-                            let sums = <E as Lane>::tile::<$m, $n>(self.family, x, k, &data[offset..], width);
+                            let sums = <E as Lane>::rows_tile::<$m, $n>(self.family, x, k, &data[offset..], width, ahead);
                             for (i, sums) in sums.iter().enumerate() {
-                                // SAFETY: panels go to one task each, and this one holds these columns.
+                                // SAFETY: the caller of `multiply` has these columns for himself.
                                 unsafe { self.y.put((first + i) * n + column, &sums[..cols], self.add) };
                             }
                         })*
@@ -250,7 +257,7 @@ simd_fn! {
 /// MR rows times NR columns of a panel. Constant bounds and nothing that can fail inside the loops, so that `acc` lives
 /// in registers (see `gemm::tile`).
 #[allow(clippy::needless_range_loop)] // The form that is unrolled whole.
-fn tile<S, type E: Factor, const MR: usize, const NR: usize>(x: &[E], k: usize, panel: &[E], stride: usize) -> [[f32; NR]; MR] {
+fn tile<S, type E: Factor, const MR: usize, const NR: usize>(x: &[E], k: usize, panel: &[E], stride: usize, ahead: *const E) -> [[f32; NR]; MR] {
     let mut acc = [[0f32; NR]; MR];
     check::<E, MR, NR>(x, k, panel, stride);
     let (x, panel) = (x.as_ptr(), panel.as_ptr());
@@ -258,7 +265,7 @@ fn tile<S, type E: Factor, const MR: usize, const NR: usize>(x: &[E], k: usize, 
         // SAFETY: p < k, i < MR: the largest indices are those checked above.
         unsafe {
             let w = &*panel.add(p * stride).cast::<[E; NR]>();
-            prefetch::<E, NR>(panel.wrapping_add(p * stride + AHEAD));
+            prefetch::<E, NR>(ahead.wrapping_add(p * stride));
             for i in 0..MR {
                 let x = *x.add(i * k + p);
                 for j in 0..NR {
@@ -273,10 +280,16 @@ fn tile<S, type E: Factor, const MR: usize, const NR: usize>(x: &[E], k: usize, 
 
 /// `tile` of bf16 by the CPU's dot products (see `gemm::tile::dot_tile`).
 #[cfg(target_arch = "x86_64")]
-fn dot_tile<const MR: usize, const NR: usize>(x: &[u32], k: usize, panel: &[u32], stride: usize) -> [[f32; NR]; MR] {
+fn dot_tile<const MR: usize, const NR: usize>(
+    x: &[u32],
+    k: usize,
+    panel: &[u32],
+    stride: usize,
+    ahead: *const u32,
+) -> [[f32; NR]; MR] {
     check::<u32, MR, NR>(x, k, panel, stride);
     // SAFETY: the family that leads here is available only where the CPU has these features, and the operands were checked.
-    unsafe { dot_tile_inner::<MR, NR>(x, k, panel, stride) }
+    unsafe { dot_tile_inner::<MR, NR>(x, k, panel, stride, ahead) }
 }
 
 /// # Safety
@@ -289,6 +302,7 @@ unsafe fn dot_tile_inner<const MR: usize, const NR: usize>(
     k: usize,
     panel: &[u32],
     stride: usize,
+    ahead: *const u32,
 ) -> [[f32; NR]; MR] {
     use std::arch::x86_64::{
         __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
@@ -302,7 +316,7 @@ unsafe fn dot_tile_inner<const MR: usize, const NR: usize>(
     // SAFETY: i < MR, p < k and j < NR / 16, so every access ends within what `check` found inside the operands.
     unsafe {
         for p in 0..k {
-            prefetch::<u32, NR>(panel.wrapping_add(p * stride + AHEAD));
+            prefetch::<u32, NR>(ahead.wrapping_add(p * stride));
             for j in 0..NR / 16 {
                 let w = pairs(_mm512_loadu_si512(panel.add(p * stride + j * 16).cast()));
                 for i in 0..MR {
@@ -327,13 +341,14 @@ const AHEAD: usize = 8192;
 #[cfg(test)]
 mod tests {
     use super::super::testing::{contexts, numbers};
+    use super::super::weight::{Weight, WeightType, multiply};
     use super::*;
 
-    fn same_bits_alone_and_beside_others<E: Lane>() {
+    fn same_bits_alone_and_beside_others(kind: WeightType) {
         for ctx in contexts() {
             for (n, k) in [(1, 1), (16, 9), (40, 24), (64, 33), (130, 70), (200, 400)] {
                 let (weight, x) = (numbers(1, n * k), numbers(2, 33 * k));
-                let panels = Panels::<E>::pack(&mut Arena::default(), &[&weight], k);
+                let panels = Weight::pack(&mut Arena::default(), kind, &[&weight], k).unwrap();
                 let mut alone = vec![f32::NAN; 33 * n];
                 for (x, y) in x.chunks(k).zip(alone.chunks_mut(n)) {
                     multiply(&ctx, x, &panels, y, Store::Set);
@@ -352,8 +367,8 @@ mod tests {
 
     #[test]
     fn a_row_has_the_same_bits_alone_and_beside_others() {
-        same_bits_alone_and_beside_others::<f32>();
-        same_bits_alone_and_beside_others::<Bf16x2>();
+        same_bits_alone_and_beside_others(WeightType::F32);
+        same_bits_alone_and_beside_others(WeightType::Bf16);
     }
 
     #[test]
@@ -361,7 +376,7 @@ mod tests {
         for ctx in contexts() {
             for (m, n, k) in [(1, 70, 33), (3, 150, 220), (8, 64, 1)] {
                 let (weight, x) = (numbers(1, n * k), numbers(2, m * k));
-                let panels = Panels::<Bf16x2>::pack(&mut Arena::default(), &[&weight], k);
+                let panels = Weight::pack(&mut Arena::default(), WeightType::Bf16, &[&weight], k).unwrap();
                 let mut y = vec![f32::NAN; m * n];
                 multiply(&ctx, &x, &panels, &mut y, Store::Set);
                 let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
@@ -379,7 +394,8 @@ mod tests {
         for ctx in contexts() {
             let (m, n, k) = (3, 150, 220);
             let (weight, x) = (numbers(1, n * k), numbers(2, m * k));
-            let panels = Panels::<f32>::pack(&mut Arena::default(), &[&weight[..70 * k], &weight[70 * k..]], k);
+            let parts = [&weight[..70 * k], &weight[70 * k..]];
+            let panels = Weight::pack(&mut Arena::default(), WeightType::F32, &parts, k).unwrap();
             let mut y = vec![0.0; m * n];
             multiply(&ctx, &x, &panels, &mut y, Store::Set);
             for (i, y) in y.iter().enumerate() {

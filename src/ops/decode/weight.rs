@@ -3,16 +3,21 @@
 //! Called by the ops of the decode list; `skinny` and `quantized` hold the kernels. Whatever the type, a row's result has the
 //! same bits alone and beside others, on any number of threads.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::aligned::Arena;
+use super::cells::Cells;
 use super::quantized::{self, Blocks};
 use super::skinny::{self, Panels};
 use crate::error::{Error, Result, nearest};
 use crate::ops::blocks::{BLOCK, Format};
 use crate::ops::ctx::Ctx;
 use crate::ops::gemm::{Bf16x2, Store};
+use crate::ops::simd::Family;
+use crate::ops::team::Member;
+
+/// Columns of a panel, in every type.
+pub(super) const PANEL: usize = 64;
 
 /// What the engine keeps weights in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,6 +87,15 @@ impl Weight {
         }
     }
 
+    /// Elements of a row in the form that is multiplied: pairs in bf16, else numbers.
+    pub fn row_len(&self) -> usize {
+        match self {
+            Weight::F32(panels) => panels.row_len(),
+            Weight::Bf16(panels) => panels.row_len(),
+            Weight::Blocks(blocks) => blocks.row_len(),
+        }
+    }
+
     /// Memory of the packed weight, its padding included.
     pub fn bytes(&self) -> usize {
         match self {
@@ -101,66 +115,142 @@ impl Weight {
     }
 }
 
-/// y (m, n) = x (m, k) W^T, or y + x W^T.
-pub fn multiply(ctx: &Ctx, x: &[f32], weight: &Weight, y: &mut [f32], store: Store) {
-    match weight {
-        Weight::F32(panels) => skinny::multiply(ctx, x, panels, y, store),
-        Weight::Bf16(panels) => skinny::multiply(ctx, x, panels, y, store),
-        Weight::Blocks(blocks) => quantized::multiply(ctx, x, blocks, y, store),
-    }
-}
-
-/// Runs `f` on ranges that together are `panels`, on all threads if that is worth it for a product that reads `bytes` and
-/// does `work` multiply-adds.
-pub(super) fn spread(ctx: &Ctx, bytes: usize, work: usize, panels: usize, f: impl Fn(Range<usize>) + Sync) {
-    // What a core reads from its caches and computes in a nanosecond, roughly.
-    let nanoseconds = (bytes as f64 / 60.0).max(work as f64 / 100.0);
-    let team = ctx.team();
-    if !team.is_worth(nanoseconds) {
-        return f(0..panels);
-    }
-    let tasks = team.threads().min(panels);
-    let bound = |task: usize| task * panels / tasks;
-    team.run(tasks, |task| f(bound(task)..bound(task + 1)));
-}
-
-/// The output, written by several tasks at once.
+/// Rows in the form that a weight multiplies.
 #[derive(Clone, Copy)]
-pub(super) struct Output<'a> {
-    start: *mut f32,
-    len: usize,
-    borrowed: PhantomData<&'a mut [f32]>,
+pub enum Rows<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [u32]),
+    Blocks(quantized::Rows<'a>),
 }
 
-// SAFETY: elements are reached through `slice` alone, whose callers promise that no two tasks write the same one.
-unsafe impl Sync for Output<'_> {}
+/// Room for rows in another form than f32; it grows to what is needed once.
+#[derive(Default)]
+pub struct RowBuffer {
+    words: Vec<u32>,
+    scales: Vec<f32>,
+    sums: Vec<f32>,
+}
 
-impl<'a> Output<'a> {
-    pub fn new(y: &'a mut [f32]) -> Self {
-        Self { start: y.as_mut_ptr(), len: y.len(), borrowed: PhantomData }
+impl RowBuffer {
+    /// Makes room for `rows` rows of up to `width` numbers.
+    pub fn reserve(&mut self, rows: usize, width: usize) {
+        self.words.resize(rows * width.div_ceil(2), 0);
+        self.scales.resize(rows * width.div_ceil(BLOCK), 0.0);
+        self.sums.resize(rows * width.div_ceil(BLOCK), 0.0);
     }
 
-    /// `len` elements from `at` on.
-    ///
-    /// # Safety
-    /// While the slice lives nobody else reads or writes these elements.
-    pub unsafe fn slice(self, at: usize, len: usize) -> &'a mut [f32] {
-        assert!(at + len <= self.len, "elements past the end of the output");
-        // SAFETY: the range was checked, the memory is borrowed exclusively for 'a, and the caller excludes other users.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
-    }
-
-    /// Stores sums from element `at` on, or adds them.
-    ///
-    /// # Safety
-    /// Nobody else reads or writes these elements meanwhile.
-    pub unsafe fn put(self, at: usize, sums: &[f32], add: bool) {
-        // SAFETY: the caller's promise.
-        let y = unsafe { self.slice(at, sums.len()) };
-        if add {
-            y.iter_mut().zip(sums).for_each(|(y, sum)| *y += sum);
-        } else {
-            y.copy_from_slice(sums);
+    pub fn cells(&mut self) -> RowCells<'_> {
+        RowCells {
+            words: Cells::new(&mut self.words),
+            scales: Cells::new(&mut self.scales),
+            sums: Cells::new(&mut self.sums),
         }
     }
+}
+
+/// A `RowBuffer` that the members of a team fill together.
+#[derive(Clone, Copy)]
+pub struct RowCells<'a> {
+    words: Cells<'a, u32>,
+    scales: Cells<'a, f32>,
+    sums: Cells<'a, f32>,
+}
+
+impl<'a> RowCells<'a> {
+    /// Converts row `i` to the form that `weight` multiplies, if that is not f32.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes row `i` meanwhile.
+    pub unsafe fn convert(self, family: Family, weight: &Weight, i: usize, x: &[f32]) {
+        let k = weight.row_len();
+        // SAFETY: the caller's promise; rows do not overlap.
+        unsafe {
+            match weight {
+                Weight::F32(_) => {}
+                Weight::Bf16(_) => skinny::round_row(family, x, self.words.part(i * k, k)),
+                Weight::Blocks(_) => quantized::quantize_row(
+                    family,
+                    x,
+                    self.words.part(i * k / 4, k / 4),
+                    self.scales.part(i * k / BLOCK, k / BLOCK),
+                    self.sums.part(i * k / BLOCK, k / BLOCK),
+                ),
+            }
+        }
+    }
+
+    /// `count` rows from row `first` on for `weight`, converted before but for f32 ones, which lie in `x` from its start on.
+    ///
+    /// # Safety
+    /// Nobody writes these rows meanwhile.
+    pub unsafe fn rows(self, weight: &Weight, first: usize, count: usize, x: &'a [f32]) -> Rows<'a> {
+        let k = weight.row_len();
+        // SAFETY: the caller's promise.
+        unsafe {
+            match weight {
+                Weight::F32(_) => Rows::F32(&x[..count * k]),
+                Weight::Bf16(_) => Rows::Bf16(self.words.read(first * k, count * k)),
+                Weight::Blocks(_) => {
+                    let (at, blocks) = (first * k / BLOCK, k / BLOCK);
+                    Rows::Blocks(quantized::Rows {
+                        fours: self.words.read(first * k / 4, count * k / 4),
+                        scales: self.scales.read(at, count * blocks),
+                        sums: self.sums.read(at, count * blocks),
+                        blocks,
+                    })
+                }
+            }
+        }
+    }
+}
+
+impl Weight {
+    /// The panels of 64 columns that are this member's.
+    pub fn share(&self, member: &Member) -> Range<usize> {
+        member.share(self.outputs().div_ceil(PANEL))
+    }
+
+    /// The columns of a product that those panels hold.
+    pub fn columns(&self, panels: &Range<usize>) -> Range<usize> {
+        panels.start * PANEL..(panels.end * PANEL).min(self.outputs())
+    }
+
+    /// The columns that `panels` hold of y (m, n) = x (m, k) W^T, or y + x W^T.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these columns meanwhile.
+    pub unsafe fn multiply(&self, family: Family, rows: Rows, panels: Range<usize>, y: Cells<f32>, store: Store) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match (self, rows) {
+                (Weight::F32(weight), Rows::F32(x)) => skinny::multiply(family, x, weight, panels, y, store),
+                (Weight::Bf16(weight), Rows::Bf16(x)) => skinny::multiply(family, x, weight, panels, y, store),
+                (Weight::Blocks(weight), Rows::Blocks(x)) => quantized::multiply(family, x, weight, panels, y, store),
+                _ => unreachable!("rows are converted for the weight that they meet"),
+            }
+        }
+    }
+}
+
+/// What one thread needs for reading `bytes` and doing `work` multiply-adds, in nanoseconds, roughly.
+pub fn nanoseconds(bytes: usize, work: usize) -> f64 {
+    (bytes as f64 / 60.0).max(work as f64 / 100.0)
+}
+
+/// y (m, n) = x (m, k) W^T, or y + x W^T: one product alone, on all threads if that is worth it.
+pub fn multiply(ctx: &Ctx, x: &[f32], weight: &Weight, y: &mut [f32], store: Store) {
+    let (n, k, family) = (weight.outputs(), x.len() * weight.outputs() / y.len().max(1), ctx.family());
+    let m = y.len() / n;
+    assert_eq!((x.len(), y.len()), (m * k, m * n), "rows of {k} to rows of {n}");
+    let mut buffer = RowBuffer::default();
+    buffer.reserve(m, k);
+    let (cells, y) = (buffer.cells(), Cells::new(y));
+    for (i, x) in x.chunks_exact(k).enumerate() {
+        // SAFETY: nobody else is here yet.
+        unsafe { cells.convert(family, weight, i, x) };
+    }
+    ctx.team().run(nanoseconds(weight.bytes(), m * n * k), 1, |member| {
+        // SAFETY: the rows are only read from here on, and the members' shares do not overlap.
+        unsafe { weight.multiply(family, cells.rows(weight, 0, m, x), weight.share(member), y, store) }
+    });
 }
