@@ -80,7 +80,7 @@ impl Lane for Bf16x2 {
     ) -> [[f32; NR]; MR] {
         match family {
             #[cfg(target_arch = "x86_64")]
-            Family::Avx512Bf16 if NR % 16 == 0 => dot_tile::<MR, NR>(x, k, panel, stride, ahead),
+            Family::Avx512Bf16 if NR.is_multiple_of(16) => dot_tile::<MR, NR>(x, k, panel, stride, ahead),
             _ => tile::<u32, MR, NR>(family, x, k, panel, stride, ahead),
         }
     }
@@ -224,19 +224,24 @@ impl<E: Lane> Job<'_, E> {
                 };
             }
             tiles!(1 x 64, 2 x 64, 3 x 64, 4 x 64, 5 x 64, 6 x 64, 1 x 32, 2 x 32, 1 x 16, 2 x 16, 3 x 16, 4 x 16,
-                   5 x 16, 6 x 16, 3 x 8, 4 x 8);
+                   5 x 16, 6 x 16, 7 x 32, 8 x 32, 7 x 16, 8 x 16, 3 x 8, 4 x 8);
         }
     }
 }
 
 /// Rows of the highest tile.
 fn max_rows(family: Family) -> usize {
-    if family == Family::Portable { 4 } else { 6 }
+    match family {
+        Family::Avx512Bf16 | Family::Avx512 => 8,
+        Family::Portable => 4,
+        _ => 6,
+    }
 }
 
 /// Columns of a tile of that many rows: enough chains to hide the latency of fma, few enough for the registers.
 fn tile_width(family: Family, rows: usize) -> usize {
     match (family, rows) {
+        (Family::Avx512Bf16 | Family::Avx512, 7..) => 32,
         (Family::Avx512Bf16 | Family::Avx512, _) => 64,
         (Family::Portable, 1) => 32,
         (Family::Portable, 2) => 16,
