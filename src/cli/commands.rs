@@ -100,7 +100,7 @@ fn sample_command(args: SampleArgs, global: &Global, family: Family, interrupt: 
             repetition_window: args.repetition_window,
             seed: args.seed,
         },
-        cache: CacheSettings { window: args.kv_window, sinks: args.kv_sinks },
+        cache: CacheSettings { window: args.kv_window, sinks: args.kv_sinks, ..CacheSettings::default() },
         stop: args.stop,
         kind: args.r#type.as_deref().map(WeightType::named).transpose()?,
         family,

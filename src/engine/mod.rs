@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::nn::cache::{Cache, CacheSettings};
 use crate::ops::ctx::{Counts, Ctx};
-use crate::ops::decode::pages::CacheType;
+use crate::ops::decode::page::CacheType;
 use crate::ops::decode::{Lane, Workspace};
 use model::Model;
 use sampler::Sampler;
@@ -28,6 +28,7 @@ pub const PREFILL_CHUNK: usize = 64;
 pub struct Engine {
     ctx: Ctx,
     config: GptConfig,
+    kind: WeightType,
     model: Model,
     workspace: Workspace,
     sampler: Sampler,
@@ -67,6 +68,7 @@ impl Engine {
             chunk: PREFILL_CHUNK,
             pass: Pass::default(),
             config: config.clone(),
+            kind,
             model,
             ctx,
         })
@@ -106,7 +108,12 @@ impl Engine {
         settings.cache.validate()?;
         let context = self.config.max_position_embeddings;
         let layers = self.config.windows.iter().map(|own| settings.cache.layer(*own, context));
-        let cache = Cache::new(model::sizes(&self.config).heads, self.cache_type(), layers, PREFILL_CHUNK);
+        let kind = settings.cache.kind.unwrap_or(match self.kind {
+            WeightType::F32 => CacheType::F32,
+            _ => CacheType::Bf16,
+        });
+        let kind = (kind, settings.cache.quantization);
+        let cache = Cache::new(model::sizes(&self.config).heads, kind, layers, PREFILL_CHUNK);
         Ok(Row::new(prompt.to_vec(), settings, cache))
     }
 
@@ -208,10 +215,6 @@ impl Engine {
         }
         self.model.run(&mut self.ctx, &mut self.workspace, rows, (lanes, ids), outputs);
         rows.iter_mut().zip(takes).for_each(|(row, take)| row.cache.advance(*take));
-    }
-
-    fn cache_type(&self) -> CacheType {
-        if std::env::var("KV16").is_ok() { CacheType::Bf16 } else { CacheType::F32 }
     }
 
     fn check_ids(&self, ids: &[u32]) -> Result<()> {

@@ -4,7 +4,8 @@
 //! them between rows (a clone shares every page until it writes to it) and forgets what no token can see any more.
 
 use crate::error::{Error, Result};
-use crate::ops::decode::pages::{CacheType, Table};
+pub use crate::ops::decode::page::{CacheType, Quantization};
+use crate::ops::decode::pages::Table;
 use crate::ops::heads::Heads;
 
 /// Sinks that full layers keep when the text outgrows the window.
@@ -18,18 +19,30 @@ pub struct CacheSettings {
     pub window: Option<usize>,
     /// First positions that full layers see for ever.
     pub sinks: usize,
+    /// What numbers are kept in; `None` is f32 for weights of f32, else bf16.
+    pub kind: Option<CacheType>,
+    pub quantization: Option<Quantization>,
 }
 
 impl Default for CacheSettings {
     fn default() -> Self {
-        Self { window: None, sinks: DEFAULT_SINKS }
+        Self { window: None, sinks: DEFAULT_SINKS, kind: None, quantization: None }
     }
 }
 
 impl CacheSettings {
     pub fn validate(&self) -> Result<()> {
-        match self.window {
-            Some(0) => Err(Error::usage("a cache window of 0 keys sees nothing").with_hint("use at least 1")),
+        if self.window == Some(0) {
+            return Err(Error::usage("a cache window of 0 keys sees nothing").with_hint("use at least 1"));
+        }
+        match self.quantization {
+            Some(Quantization { bits, .. }) if bits != 4 && bits != 8 => {
+                Err(Error::usage(format!("a cache of {bits} bits is not possible")).with_hint("use 8 or 4"))
+            }
+            Some(Quantization { group, .. }) if group < 8 || group % 8 != 0 => {
+                let what = format!("groups of {group} numbers are not possible");
+                Err(Error::usage(what).with_hint("use a multiple of 8; 64 is usual"))
+            }
             _ => Ok(()),
         }
     }
@@ -54,8 +67,14 @@ pub struct Cache {
 
 impl Cache {
     /// An empty cache with one (window, sinks) a layer.
-    pub fn new(heads: Heads, kind: CacheType, layers: impl IntoIterator<Item = (usize, usize)>, rewind: usize) -> Self {
-        let tables = layers.into_iter().map(|(window, sinks)| Table::new(heads, kind, window, sinks)).collect();
+    pub fn new(
+        heads: Heads,
+        (kind, quantization): (CacheType, Option<Quantization>),
+        layers: impl IntoIterator<Item = (usize, usize)>,
+        rewind: usize,
+    ) -> Self {
+        let tables =
+            layers.into_iter().map(|(window, sinks)| Table::new(heads, kind, quantization, window, sinks)).collect();
         Self { tables, len: 0, rewind }
     }
 
@@ -126,7 +145,7 @@ mod tests {
     #[test]
     fn memory_is_bounded_by_window_sinks_and_rewind() {
         for (window, sinks, pages) in [(1, 0, 3), (64, 4, 5), (100, 130, 8)] {
-            let mut cache = Cache::new(HEADS, CacheType::F32, [(window, sinks)], 64);
+            let mut cache = Cache::new(HEADS, (CacheType::F32, None), [(window, sinks)], 64);
             fill(&mut cache, 5000);
             assert!(cache.bytes() <= pages * 64 * 2 * 2 * 4, "window {window}: {} bytes", cache.bytes());
         }
@@ -136,7 +155,7 @@ mod tests {
     fn cuts_within_the_rewind_succeed_and_deeper_ones_change_nothing() {
         for (window, sinks) in [(1, 0), (5, 3), (64, 4), (200, 70)] {
             for len in [1, 63, 64, 65, 300, 1000] {
-                let mut full = Cache::new(HEADS, CacheType::F32, [(window, sinks), (2000, 0)], 64);
+                let mut full = Cache::new(HEADS, (CacheType::F32, None), [(window, sinks), (2000, 0)], 64);
                 fill(&mut full, len);
                 for to in 0..=len {
                     let mut cache = full.clone();
@@ -163,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_clone_shares_pages_until_one_side_writes() {
-        let mut first = Cache::new(HEADS, CacheType::F32, [(1000, 0)], 64);
+        let mut first = Cache::new(HEADS, (CacheType::F32, None), [(1000, 0)], 64);
         fill(&mut first, 70);
         let mut second = first.clone();
         let value = |cache: &Cache, p: usize| cache.table(0).value(p);

@@ -15,12 +15,12 @@ pub struct Linear {
 impl Linear {
     /// x (N, in) -> (N, out); with `residual` (N, out), their sum.
     pub fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, residual: Option<&Var>) -> Result<Var> {
-        let y = linear::forward(ctx, x.value(), self.weight.master(), residual.map(|r| &**r.value()))?;
+        let y = linear::forward(ctx, x.value(), self.weight.matrix(), residual.map(|r| &**r.value()))?;
         let (weight, x, residual) = (Arc::clone(&self.weight), x.clone(), residual.cloned());
         Ok(tape.record(y, move |ctx, dy, gradients| {
             weight.write_gradient(|dw, store| linear::backward_weight(ctx, &dy, x.value(), (dw, store)))?;
             gradients
-                .write(ctx, &x, |ctx, dx, store| linear::backward_input(ctx, &dy, weight.master(), (dx, store)))?;
+                .write(ctx, &x, |ctx, dx, store| linear::backward_input(ctx, &dy, weight.matrix(), (dx, store)))?;
             match residual {
                 Some(residual) => gradients.give(ctx, &residual, dy),
                 None => Ok(()),

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use candle_core::Tensor;
 
 use crate::error::Result;
+use crate::ops::linear::{Panels, Weight};
 use crate::ops::{gemm::Store, storage};
 
 /// A row range of a parameter under its Hugging Face name.
@@ -47,6 +48,7 @@ pub struct Parameter {
     gradient: OnceLock<Tensor>,
     written: AtomicBool,
     version: AtomicU64,
+    panels: Panels,
 }
 
 impl Parameter {
@@ -59,6 +61,7 @@ impl Parameter {
             gradient: OnceLock::new(),
             written: AtomicBool::new(false),
             version: AtomicU64::new(0),
+            panels: Panels::default(),
         }
     }
 
@@ -70,6 +73,11 @@ impl Parameter {
     /// The f32 master weight.
     pub fn master(&self) -> &Tensor {
         &self.master
+    }
+
+    /// The master as the matrix of a linear layer.
+    pub fn matrix(&self) -> Weight<'_> {
+        Weight { tensor: &self.master, version: self.version(), panels: &self.panels }
     }
 
     /// The gradient slot, made when first asked for; its content counts only if `has_gradient`.

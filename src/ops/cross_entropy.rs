@@ -64,7 +64,7 @@ pub fn forward(
         let end = (start + rows).min(n);
         let (m, x) = (end - start, Matrix::new(&x[start * c..end * c], end - start, c));
         let mut logits = ctx.vec(m * v);
-        gemm::multiply_packed(ctx, x, &packed, v, &mut logits, Store::Set);
+        gemm::multiply_packed(ctx, x, (head.t(), &packed), &mut logits, Store::Set);
         let scale = gradient.is_some().then_some(scale);
         rows_nll(ctx.family(), &mut logits, v, &targets[start..end], &mut nll[start..end], scale);
         if let (Some((slot, store)), Some(dx)) = (&mut gradient, &mut dx) {

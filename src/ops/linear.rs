@@ -1,18 +1,34 @@
 //! The linear layer's three products: y = x W^T, dx = dy W, dW = dy^T x. Called by `nn::linear`.
 
 use candle_core::Tensor;
+use parking_lot::Mutex;
 
 use super::add;
 use super::ctx::{Ctx, Value};
-use super::gemm::{Matrix, Store, gemm};
+use super::gemm::{Kept, Matrix, Store, gemm};
 use super::storage;
 use crate::error::{Error, Result};
 
+/// What is kept of a weight between products: its panels for each of the two that it is the right operand of.
+#[derive(Debug, Default)]
+pub struct Panels {
+    forward: Mutex<Kept>,
+    backward: Mutex<Kept>,
+}
+
+/// A weight (out, in) as products see it; two with the same panels and version have the same content.
+#[derive(Clone, Copy)]
+pub struct Weight<'a> {
+    pub tensor: &'a Tensor,
+    pub version: u64,
+    pub panels: &'a Panels,
+}
+
 /// x (N, in) times weight (out, in) transposed, plus `residual` (N, out) where given: (N, out).
-pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, residual: Option<&Tensor>) -> Result<Value> {
-    let ((n, k), (out, columns)) = (x.dims2()?, weight.dims2()?);
+pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: Weight, residual: Option<&Tensor>) -> Result<Value> {
+    let ((n, k), (out, columns)) = (x.dims2()?, weight.tensor.dims2()?);
     if k != columns {
-        return Err(Error::op("linear", format!("a weight of ({out}, {k})"), format!("{:?}", weight.dims())));
+        return Err(Error::op("linear", format!("a weight of ({out}, {k})"), format!("{:?}", weight.tensor.dims())));
     }
     if let Some(residual) = residual.filter(|r| r.dims() != [n, out]) {
         return Err(Error::op("linear", format!("a residual of ({n}, {out})"), format!("{:?}", residual.dims())));
@@ -26,18 +42,20 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, residual: Option<&Ten
             Store::Add
         }
     };
-    let (x, w) = (storage::read::<f32>("linear", x)?, storage::read::<f32>("linear", weight)?);
-    gemm(ctx, Matrix::new(&x, n, k), Matrix::new(&w, out, k).t(), &mut y, store);
+    let (x, w) = (storage::read::<f32>("linear", x)?, storage::read::<f32>("linear", weight.tensor)?);
+    let operand = (Matrix::new(&w, out, k).t(), weight.version);
+    weight.panels.forward.lock().gemm(ctx, Matrix::new(&x, n, k), operand, &mut y, store);
     Ok(ctx.value(y, (n, out)))
 }
 
 /// The gradient of x (N, in) from dy (N, out).
-pub fn backward_input(ctx: &mut Ctx, dy: &Tensor, weight: &Tensor, dx: (&Tensor, Store)) -> Result<()> {
-    let ((n, out), (_, k)) = (dy.dims2()?, weight.dims2()?);
+pub fn backward_input(ctx: &mut Ctx, dy: &Tensor, weight: Weight, dx: (&Tensor, Store)) -> Result<()> {
+    let ((n, out), (_, k)) = (dy.dims2()?, weight.tensor.dims2()?);
     ctx.launch(4 * out * k);
-    let (dy, w) = (storage::read::<f32>("linear", dy)?, storage::read::<f32>("linear", weight)?);
+    let (dy, w) = (storage::read::<f32>("linear", dy)?, storage::read::<f32>("linear", weight.tensor)?);
     let mut to = storage::write::<f32>("linear", dx.0)?;
-    gemm(ctx, Matrix::new(&dy, n, out), Matrix::new(&w, out, k), &mut to, dx.1);
+    let operand = (Matrix::new(&w, out, k), weight.version);
+    weight.panels.backward.lock().gemm(ctx, Matrix::new(&dy, n, out), operand, &mut to, dx.1);
     Ok(())
 }
 

@@ -18,8 +18,9 @@ pub fn matmul(ctx: &mut Ctx) -> f64 {
     const N: usize = 768;
     let a: Vec<f32> = (0..N * N).map(|i| (i % 17) as f32 - 8.0).collect();
     let mut c = vec![0.0; N * N];
-    let packed = gemm::pack(ctx, Matrix::new(&a, N, N).t());
-    let best = fastest(|| gemm::multiply_packed(ctx, Matrix::new(&a, N, N), &packed, N, &mut c, Store::Set));
+    let b = Matrix::new(&a, N, N).t();
+    let packed = gemm::pack(ctx, b);
+    let best = fastest(|| gemm::multiply_packed(ctx, Matrix::new(&a, N, N), (b, &packed), &mut c, Store::Set));
     packed.recycle(ctx);
     2.0 * (N * N * N) as f64 / best
 }

@@ -31,7 +31,7 @@ fn mixed() -> GptConfig {
 }
 
 fn cache(window: usize, sinks: usize) -> CacheSettings {
-    CacheSettings { window: Some(window), sinks }
+    CacheSettings { window: Some(window), sinks, ..CacheSettings::default() }
 }
 
 fn tokens(len: usize) -> Vec<u32> {

@@ -1,5 +1,6 @@
 //! The integration tests, in one binary: each file is an area.
 mod bad_input;
+mod cache_types;
 mod command;
 mod commands;
 mod engine;

@@ -7,7 +7,8 @@
 
 use std::ops::Range;
 
-use super::pages::{CacheType, Halves, PAGE, Page, Stored, Table};
+use super::page::{CacheType, PAGE, Page, Stored, head_len};
+use super::pages::Table;
 use super::{Layer, Pass, Tables, rms_norm, rotate};
 use crate::ops::gemm::Bf16x2;
 use crate::ops::heads::MAX_DIM;
@@ -139,6 +140,7 @@ fn walk_group<E: Stored>(
     let dim = table.heads().dim;
     let (mut window, mut sinks) = ([E::default(); MAX_DIM], [E::default(); MAX_DIM]);
     let (window, sinks) = (&mut window[..dim.div_ceil(E::STEPS)], &mut sinks[..dim.div_ceil(E::STEPS)]);
+    let mut expanded = Vec::new();
     for (i, out) in out.chunks_exact_mut(dim).enumerate() {
         convert(family, &query.window[i * dim..][..dim], window);
         if !query.sinks.is_empty() {
@@ -150,6 +152,7 @@ fn walk_group<E: Stored>(
             window,
             sinks: if query.sinks.is_empty() { None } else { Some(sinks) },
             head,
+            expanded: &mut expanded,
             max: f32::NEG_INFINITY,
             sum: 0.0,
             out,
@@ -165,7 +168,7 @@ fn walk_group<E: Stored>(
             let more = block < query.position / PAGE;
             let next = if more { table.page(block + 1).map(|page| (page, head)) } else { after };
             let page = table.page(block).expect("visible positions were written and are kept");
-            walk.block(E::of(page).expect("pages of the table's type"), next, visible);
+            walk.block(page, next, visible);
             block += 1;
         }
         divide(family, walk.out, walk.sum);
@@ -207,6 +210,8 @@ struct Walk<'a, E> {
     window: &'a [E],
     sinks: Option<&'a [E]>,
     head: usize,
+    /// Room for one head of a quantised page.
+    expanded: &'a mut Vec<E>,
     max: f32,
     sum: f32,
     out: &'a mut [f32],
@@ -215,10 +220,23 @@ struct Walk<'a, E> {
 impl<E: Stored> Walk<'_, E> {
     /// Adds the visible positions of a block. While one half of it is worked on, the other and then `next` are on their
     /// way from memory.
-    fn block(&mut self, halves: &Halves<E>, next: Option<(&Page, usize)>, visible: Visible) {
+    fn block(&mut self, page: &Page, next: Option<(&Page, usize)>, visible: Visible) {
         let dim = self.out.len();
+        let room = &mut std::mem::take(self.expanded);
         // SAFETY: what a pass writes to pages is written before anybody looks at it.
-        let (keys, values) = unsafe { halves.head(self.head, dim) };
+        let (keys, values) = unsafe {
+            match (E::of(page), page) {
+                (Some(halves), _) => halves.head(self.head, dim),
+                (None, Page::Quantized(quantized)) => {
+                    let (keys, values) = head_len::<E>(dim);
+                    room.resize(keys + values, E::default());
+                    let (keys, values) = room.split_at_mut(keys);
+                    quantized.expand(self.family, self.head, dim, keys, values);
+                    (&*keys, &*values)
+                }
+                _ => unreachable!("a table's pages are of its type or quantised"),
+            }
+        };
         let score = |query: &[E]| {
             let [scores] = E::rows_tile::<1, PAGE>(self.family, query, query.len(), keys, PAGE, values.as_ptr());
             scores
@@ -235,6 +253,7 @@ impl<E: Stored> Walk<'_, E> {
             self.accumulate(&weights, values, next, 0..sinks);
         }
         self.accumulate(&weights, values, next, if sinks < start { start } else { 0 }..end);
+        *self.expanded = std::mem::take(room);
     }
 
     /// out += the sum of weight times value over `slots`, in order; what else lies in their elements has a weight of zero.

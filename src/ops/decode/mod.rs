@@ -12,6 +12,7 @@ pub mod cells;
 pub mod head;
 pub mod layer;
 pub mod noise;
+pub mod page;
 pub mod pages;
 pub mod quantized;
 pub mod skinny;

@@ -8,137 +8,17 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::aligned::{Aligned, prefetch};
-use super::skinny::Lane;
-use crate::ops::gemm::Bf16x2;
+#[cfg(test)]
+use super::page::Stored;
+use super::page::{CacheType, PAGE, Page, Quantization};
 use crate::ops::heads::Heads;
-
-/// Positions of a page. Blocks start at multiples of it, so the order of all sums over keys depends only on (t, W, S).
-pub const PAGE: usize = 64;
-
-/// What keys and values are kept in. The text depends on it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CacheType {
-    #[default]
-    F32,
-    Bf16,
-}
-
-/// Keys and values of 64 positions, all key/value heads.
-#[derive(Clone)]
-pub(super) enum Page {
-    F32(Halves<f32>),
-    Bf16(Halves<Bf16x2>),
-}
-
-impl Page {
-    fn new(kind: CacheType, heads: Heads) -> Self {
-        match kind {
-            CacheType::F32 => Page::F32(Halves::new(heads)),
-            CacheType::Bf16 => Page::Bf16(Halves::new(heads)),
-        }
-    }
-
-    /// Stores key and value (D each) of one head at a slot.
-    ///
-    /// # Safety
-    /// Nobody else reads or writes this head's part meanwhile.
-    pub(super) unsafe fn write(&self, head: usize, slot: usize, key: &[f32], value: &[f32]) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self {
-                Page::F32(halves) => halves.write(head, slot, key, value),
-                Page::Bf16(halves) => halves.write(head, slot, key, value),
-            }
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        match self {
-            Page::F32(halves) => 4 * (halves.keys.len() + halves.values.len()),
-            Page::Bf16(halves) => 4 * (halves.keys.len() + halves.values.len()),
-        }
-    }
-}
-
-/// An element of the cache: a number, or two bf16 that a dot product takes together.
-pub(super) trait Stored: Lane + 'static {
-    /// The halves of a page of this type.
-    fn of(page: &Page) -> Option<&Halves<Self>>;
-}
-
-impl Stored for f32 {
-    fn of(page: &Page) -> Option<&Halves<f32>> {
-        if let Page::F32(halves) = page { Some(halves) } else { None }
-    }
-}
-
-impl Stored for Bf16x2 {
-    fn of(page: &Page) -> Option<&Halves<Bf16x2>> {
-        if let Page::Bf16(halves) = page { Some(halves) } else { None }
-    }
-}
-
-/// Keys lie `[K][D][64]`, so that 64 scores are one vector loop over D; values lie `[K][64][D]`. In bf16 an element holds two
-/// neighbours of the dimension that a product sums over: of D in the keys, of the slots in the values. Slots that no position
-/// was written to are zero or stale, never read as visible.
-#[derive(Clone)]
-pub(super) struct Halves<E: Stored> {
-    keys: Aligned<E>,
-    values: Aligned<E>,
-}
-
-impl<E: Stored> Halves<E> {
-    fn new(heads: Heads) -> Self {
-        let halves = |dim: usize, slots: usize| Aligned::zeros(heads.key_value * dim * slots);
-        Self { keys: halves(heads.dim.div_ceil(E::STEPS), PAGE), values: halves(heads.dim, PAGE / E::STEPS) }
-    }
-
-    /// # Safety
-    /// Nobody else reads or writes this head's part meanwhile.
-    unsafe fn write(&self, head: usize, slot: usize, key: &[f32], value: &[f32]) {
-        let dim = key.len();
-        let (rows, pairs) = (dim.div_ceil(E::STEPS), PAGE / E::STEPS);
-        // SAFETY: the parts of one head, which the caller has for himself.
-        let (keys, values) = unsafe {
-            let keys = self.keys.cells().part(head * rows * PAGE, rows * PAGE);
-            (keys, self.values.cells().part((head * pairs + slot / E::STEPS) * dim, dim))
-        };
-        // Each element of a key lies in a line of its own: ask for all of them before the first store waits for one.
-        for i in 0..rows {
-            prefetch::<E, 1>(keys.as_ptr().wrapping_add(i * PAGE + slot));
-        }
-        for (to, key) in keys[slot..].iter_mut().step_by(PAGE).zip(key.chunks(E::STEPS)) {
-            *to = E::new(key[0], key.get(1).copied().unwrap_or(0.0));
-        }
-        for (to, value) in values.iter_mut().zip(value) {
-            *to = to.with(slot % E::STEPS, *value);
-        }
-    }
-
-    /// Keys (D, 64) and values (64, D) of one head.
-    ///
-    /// # Safety
-    /// Nobody writes this head's part while they live.
-    #[inline(always)]
-    pub(super) unsafe fn head(&self, head: usize, dim: usize) -> (&[E], &[E]) {
-        let (keys, values) = (dim.div_ceil(E::STEPS) * PAGE, dim * (PAGE / E::STEPS));
-        // SAFETY: the caller's promise.
-        unsafe { (self.keys.cells().read(head * keys, keys), self.values.cells().read(head * values, values)) }
-    }
-
-    /// Where the keys of a head lie.
-    #[inline(always)]
-    pub(super) fn keys_at(&self, head: usize, dim: usize) -> *const E {
-        self.keys.as_ptr().wrapping_add(head * dim.div_ceil(E::STEPS) * PAGE)
-    }
-}
 
 /// One layer's pages of one row. A clone shares them.
 #[derive(Clone)]
 pub struct Table {
     heads: Heads,
     kind: CacheType,
+    quantization: Option<Quantization>,
     window: usize,
     sinks: usize,
     /// Blocks 0.. that hold sinks.
@@ -150,10 +30,10 @@ pub struct Table {
 
 impl Table {
     /// An empty table. `window` >= 1.
-    pub fn new(heads: Heads, kind: CacheType, window: usize, sinks: usize) -> Self {
+    pub fn new(heads: Heads, kind: CacheType, quantization: Option<Quantization>, window: usize, sinks: usize) -> Self {
         assert!(window >= 1, "a window of no keys sees nothing");
         let first = sinks.div_ceil(PAGE);
-        Self { heads, kind, window, sinks, pinned: VecDeque::new(), first, recent: VecDeque::new() }
+        Self { heads, kind, quantization, window, sinks, pinned: VecDeque::new(), first, recent: VecDeque::new() }
     }
 
     pub fn heads(&self) -> Heads {
@@ -181,7 +61,8 @@ impl Table {
     /// Makes the page of a position one that this table may write to: the next position, or one that was written before.
     pub fn reserve(&mut self, position: usize) {
         let (block, pinned) = (position / PAGE, self.sinks.div_ceil(PAGE));
-        let new = || Arc::new(Page::new(self.kind, self.heads));
+        let quantization = self.quantization.filter(|q| block * PAGE >= q.start);
+        let new = || Arc::new(Page::new(self.kind, quantization, self.heads));
         let (pages, i) =
             if block < pinned { (&mut self.pinned, block) } else { (&mut self.recent, block - self.first) };
         assert!(i <= pages.len(), "positions are written in order");
@@ -253,17 +134,9 @@ impl Table {
     /// The first value of a position.
     #[cfg(test)]
     pub(crate) fn value(&self, position: usize) -> f32 {
-        let (page, slot) = (self.page(position / PAGE).expect("the test wrote it"), position % PAGE * self.heads.dim);
+        let page = f32::of(self.page(position / PAGE).expect("the test wrote it")).expect("pages of f32");
         // SAFETY: the table is borrowed, and no pass runs.
-        unsafe {
-            match page {
-                Page::F32(halves) => halves.head(0, self.heads.dim).1[slot],
-                Page::Bf16(halves) => {
-                    let at = position % PAGE / 2 * self.heads.dim;
-                    halves.head(0, self.heads.dim).1[at].values()[position % 2]
-                }
-            }
-        }
+        unsafe { page.head(0, self.heads.dim).1[position % PAGE * self.heads.dim] }
     }
 
     /// Memory of the pages, in bytes; shared ones count in each table.

@@ -276,7 +276,7 @@ fn tile_width(family: Family, rows: usize) -> usize {
 /// The value of an f16 that is neither infinite nor NaN, which scales are not: its exponent and mantissa moved to their
 /// places in an f32, and the difference of the biases made up by a factor that is exact for subnormals, too.
 #[inline(always)]
-fn widen(bits: u16) -> f32 {
+pub(super) fn widen(bits: u16) -> f32 {
     let bits = u32::from(bits);
     f32::from_bits(((bits & 0x7fff) << 13) | ((bits & 0x8000) << 16)) * f32::from_bits((254 - 15) << 23)
 }

@@ -4,8 +4,11 @@
 //! `K_BLOCK` in index order, so the result does not depend on the number of threads. Layout and tile sizes follow
 //! Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): B is packed into panels
 //! `[n / width][k][width]`; A is read where it lies or copied tile by tile. Operands and C are f32 in memory; the
-//! factors of the products are f32 or, with `Precision::Bf16`, rounded to bf16 while they are packed.
+//! factors of the products are f32 or, with `Precision::Bf16`, rounded to bf16 while they are packed. On macOS products of
+//! whole f32 matrices go to Accelerate.
 
+#[cfg(target_os = "macos")]
+mod accelerate;
 mod factor;
 mod pack;
 mod tile;
@@ -104,9 +107,13 @@ impl<'a> Matrix<'a> {
 const K_BLOCK: usize = 1024;
 
 /// The right operand in panels, `[n / width][k][width]`, in the precision of the context that packed it.
+#[derive(Debug)]
 pub enum Packed {
     F32(Vec<f32>),
     Bf16(Vec<Bf16x2>),
+    /// Read where it lies, by Accelerate.
+    #[cfg(target_os = "macos")]
+    InPlace,
 }
 
 impl Packed {
@@ -115,7 +122,33 @@ impl Packed {
         match self {
             Packed::F32(panels) => ctx.recycle(panels),
             Packed::Bf16(panels) => ctx.recycle(panels),
+            #[cfg(target_os = "macos")]
+            Packed::InPlace => {}
         }
+    }
+}
+
+/// A right operand that outlives a product: its panels in bf16, with the version that they were made from. In f32 they would
+/// be as large as the operand itself, and packing costs a hundredth of the product: they are not kept.
+#[derive(Debug, Default)]
+pub struct Kept(Option<(u64, Family, Packed)>);
+
+impl Kept {
+    /// `gemm` with B (k, n), which is the same as before if its version is.
+    pub fn gemm(&mut self, ctx: &mut Ctx, a: Matrix, (b, version): (Matrix, u64), c: &mut [f32], store: Store) {
+        if ctx.precision() == Precision::F32 {
+            return gemm(ctx, a, b, c, store);
+        }
+        assert_eq!((a.cols, a.rows * b.cols), (b.rows, c.len()), "gemm shapes");
+        let fresh = |kept: &(u64, Family, Packed)| (kept.0, kept.1) == (version, ctx.family());
+        if !self.0.as_ref().is_some_and(fresh) {
+            if let Some((_, _, stale)) = self.0.take() {
+                stale.recycle(ctx);
+            }
+            self.0 = Some((version, ctx.family(), pack(ctx, b)));
+        }
+        let (_, _, packed) = self.0.as_ref().expect("just made");
+        multiply_packed(ctx, a, (b, packed), c, store);
     }
 }
 
@@ -123,19 +156,21 @@ impl Packed {
 pub fn gemm(ctx: &mut Ctx, a: Matrix, b: Matrix, c: &mut [f32], store: Store) {
     assert_eq!((a.cols, a.rows * b.cols), (b.rows, c.len()), "gemm shapes");
     let packed = pack(ctx, b);
-    multiply_packed(ctx, a, &packed, b.cols, c, store);
+    multiply_packed(ctx, a, (b, &packed), c, store);
     packed.recycle(ctx);
 }
 
 /// Packs B (k, n) for `multiply_packed`, in parallel.
-pub fn pack(ctx: &mut Ctx, b: Matrix) -> Packed {
+pub fn pack(ctx: &Ctx, b: Matrix) -> Packed {
     match ctx.precision() {
+        #[cfg(target_os = "macos")]
+        Precision::F32 if ctx.family() == Family::Neon && accelerate::reads(b) => Packed::InPlace,
         Precision::F32 => Packed::F32(panels(ctx, b)),
         Precision::Bf16 => Packed::Bf16(panels(ctx, b)),
     }
 }
 
-fn panels<E: Factor>(ctx: &mut Ctx, b: Matrix) -> Vec<E> {
+fn panels<E: Factor>(ctx: &Ctx, b: Matrix) -> Vec<E> {
     let (family, width) = (ctx.family(), panel_width(ctx.family(), b.cols));
     let panel = b.rows.div_ceil(E::STEPS) * width;
     let mut packed = ctx.vec(b.cols.div_ceil(width) * panel);
@@ -147,10 +182,16 @@ fn panels<E: Factor>(ctx: &mut Ctx, b: Matrix) -> Vec<E> {
 }
 
 /// `gemm` with B (k, n) packed before.
-pub fn multiply_packed(ctx: &Ctx, a: Matrix, packed: &Packed, n: usize, c: &mut [f32], store: Store) {
+pub fn multiply_packed(ctx: &Ctx, a: Matrix, (b, packed): (Matrix, &Packed), c: &mut [f32], store: Store) {
     match packed {
-        Packed::F32(packed) => multiply(ctx.family(), a, packed, n, c, store),
-        Packed::Bf16(packed) => multiply(ctx.family(), a, packed, n, c, store),
+        Packed::F32(packed) => multiply(ctx.family(), a, packed, b.cols, c, store),
+        Packed::Bf16(packed) => multiply(ctx.family(), a, packed, b.cols, c, store),
+        #[cfg(target_os = "macos")]
+        Packed::InPlace => {
+            if !accelerate::gemm(a, b, c, store) {
+                multiply(ctx.family(), a, &panels::<f32>(ctx, b), b.cols, c, store);
+            }
+        }
     }
 }
 
