@@ -99,6 +99,7 @@ fn sample_command(args: SampleArgs, global: &Global, family: Family, interrupt: 
             repetition_penalty: args.repetition_penalty,
             repetition_window: args.repetition_window,
             seed: args.seed,
+            ..Sampling::default()
         },
         cache: CacheSettings { window: args.kv_window, sinks: args.kv_sinks, ..CacheSettings::default() },
         stop: args.stop,

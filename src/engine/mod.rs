@@ -3,11 +3,13 @@
 //! Used by the recipes and by eval. What must stay true: the ids depend on weights, prompt, settings and kernel family,
 //! never on what else is in a step, how the prompt was cut into chunks, or the number of threads.
 
+pub mod batch;
+pub mod draft;
 mod model;
 pub mod row;
 pub mod sampler;
 
-pub use row::{Row, RowSettings};
+pub use row::{Logprobs, Row, RowSettings};
 pub use sampler::Sampling;
 
 pub use crate::ops::decode::weight::WeightType;
@@ -23,6 +25,9 @@ use sampler::Sampler;
 
 /// Tokens of a prompt that are computed at a time; with more rows than this in a step, as many as there are rows.
 pub const PREFILL_CHUNK: usize = 64;
+
+/// Proposed ids of a row that are computed at a time: what a cache can always take back.
+pub const MAX_PROPOSED: usize = 32;
 
 /// A model ready to sample.
 pub struct Engine {
@@ -40,6 +45,8 @@ pub struct Engine {
 #[derive(Default)]
 struct Pass {
     takes: Vec<usize>,
+    /// How many of the last lanes of each row have logits.
+    wanted: Vec<usize>,
     lanes: Vec<Lane>,
     ids: Vec<u32>,
     outputs: Vec<usize>,
@@ -106,6 +113,13 @@ impl Engine {
         self.check_ids(prompt)?;
         settings.sampling.validate()?;
         settings.cache.validate()?;
+        self.check_ids(&settings.stop)?;
+        let biased: Vec<u32> = settings.logit_bias.iter().map(|(id, _)| *id).collect();
+        self.check_ids(&biased)?;
+        if let Some((id, bias)) = settings.logit_bias.iter().find(|(_, bias)| bias.is_nan() || *bias == f32::INFINITY) {
+            return Err(Error::usage(format!("a bias of {bias} for token {id} is not possible"))
+                .with_hint("use a number, or -inf to exclude the token"));
+        }
         let context = self.config.max_position_embeddings;
         let layers = self.config.windows.iter().map(|own| settings.cache.layer(*own, context));
         let kind = settings.cache.kind.unwrap_or(match self.kind {
@@ -129,8 +143,21 @@ impl Engine {
 
     /// Computes what is pending in each row and gives each one token more: its last id afterwards, returned in order.
     pub fn step(&mut self, rows: &mut [&mut Row]) -> Result<Vec<u32>> {
+        let before: Vec<usize> = rows.iter().map(|row| row.ids().len()).collect();
+        self.advance(rows, &[])?;
+        Ok(rows.iter().zip(before).map(|(row, len)| row.ids()[len]).collect())
+    }
+
+    /// Like `step`, with ids that are proposed for each row (none for rows past the end of the list): all of them are computed
+    /// in one pass, and a row goes on as long as the token that it would have chosen is the one proposed, and by one token
+    /// more. Its ids are those of so many steps. Returns how many proposed ids each row has taken.
+    pub fn advance(&mut self, rows: &mut [&mut Row], proposed: &[Vec<u32>]) -> Result<Vec<usize>> {
         if let Some(row) = rows.iter().position(|row| row.is_finished()) {
             return Err(Error::op("step", "rows that go on", format!("row {row}, which has met a stop id")));
+        }
+        proposed.iter().try_for_each(|ids| self.check_ids(ids))?;
+        if let Some(ids) = proposed.iter().find(|ids| ids.len() > MAX_PROPOSED) {
+            return Err(Error::op("step", format!("at most {MAX_PROPOSED} proposed ids"), ids.len().to_string()));
         }
         if rows.is_empty() {
             return Ok(Vec::new());
@@ -141,23 +168,56 @@ impl Engine {
             self.take(rows, room);
             self.forward(rows, Outputs::None);
         }
+        let proposals = |row: usize| proposed.get(row).map_or(&[][..], Vec::as_slice);
         self.pass.takes.clear();
-        self.pass.takes.extend(rows.iter().map(|row| row.pending()));
-        self.forward(rows, Outputs::LastOfEachRow);
-        let sampled = self.sample(rows);
-        match &sampled {
-            Ok(ids) => rows.iter_mut().zip(ids).for_each(|(row, id)| row.push(*id)),
-            // As before the step: the last id of each row is pending again.
-            Err(_) => rows.iter_mut().try_for_each(|row| row.cache.truncate(row.cache.len() - 1))?,
+        self.pass.wanted.clear();
+        for (i, row) in rows.iter_mut().enumerate() {
+            self.pass.takes.push(row.pending() + proposals(i).len());
+            self.pass.wanted.push(proposals(i).len() + 1);
+            row.propose(proposals(i));
         }
-        sampled
+        self.forward(rows, Outputs::LastOfEachRow);
+        let known: Vec<usize> = rows.iter().enumerate().map(|(i, row)| row.ids().len() - proposals(i).len()).collect();
+        // Back to what is certain; the keys of the proposed ids stay for those that are confirmed.
+        rows.iter_mut().zip(&known).for_each(|(row, known)| row.unpropose(*known));
+        let mut first = 0;
+        let taken: Result<Vec<usize>> = rows
+            .iter_mut()
+            .enumerate()
+            .map(|(i, row)| {
+                let taken = self.confirm(row, proposals(i), first);
+                first += proposals(i).len() + 1;
+                taken
+            })
+            .collect();
+        for (row, known) in rows.iter_mut().zip(known) {
+            // After a failure no row has moved.
+            let len = if taken.is_ok() { row.ids().len() } else { known };
+            row.truncate(len)?;
+        }
+        taken
     }
 
-    /// A token for each row from the logits of the pass that was run.
-    fn sample(&mut self, rows: &[&mut Row]) -> Result<Vec<u32>> {
-        let logits = self.workspace.logits().chunks_exact_mut(self.config.vocab_size);
-        let sample = |(row, logits): (&&mut Row, _)| self.sampler.sample(&row.settings().sampling, row.ids(), logits);
-        rows.iter().zip(logits).map(sample).collect()
+    /// Tokens for a row from the logits that start at output `first`, as long as they are the proposed ones, and one more.
+    fn confirm(&mut self, row: &mut Row, proposed: &[u32], first: usize) -> Result<usize> {
+        for taken in 0..=proposed.len() {
+            let (settings, vocab) = (row.settings(), self.config.vocab_size);
+            let logits = &mut self.workspace.logits()[(first + taken) * vocab..][..vocab];
+            let seen = settings.logprobs.map(|count| (sampler::likeliest(logits, count), logits.to_vec()));
+            for (id, bias) in &settings.logit_bias {
+                logits[*id as usize] += bias;
+            }
+            if row.new_ids().len() < settings.min_tokens {
+                settings.stop.iter().for_each(|id| logits[*id as usize] = f32::NEG_INFINITY);
+            }
+            let id = self.sampler.sample(&settings.sampling, row.ids(), row.prompt_len(), logits)?;
+            let logprobs = seen.map(|((top, total), logits)| Logprobs { chosen: logits[id as usize] - total, top });
+            row.push(id, logprobs);
+            if proposed.get(taken) != Some(&id) || row.is_finished() {
+                return Ok(taken);
+            }
+        }
+        Ok(proposed.len())
     }
 
     /// Logits of every position of `ids`, handed to `each` chunk by chunk as (first position, (positions, V)).
@@ -195,7 +255,7 @@ impl Engine {
 
     /// Runs the planned number of pending ids of each row through the model, to logits in the workspace.
     fn forward(&mut self, rows: &mut [&mut Row], wanted: Outputs) {
-        let Pass { takes, lanes, ids, outputs } = &mut self.pass;
+        let Pass { takes, wanted: last, lanes, ids, outputs } = &mut self.pass;
         lanes.clear();
         ids.clear();
         outputs.clear();
@@ -209,7 +269,7 @@ impl Engine {
             }));
             match wanted {
                 Outputs::None => {}
-                Outputs::LastOfEachRow => outputs.push(lanes.len() - 1),
+                Outputs::LastOfEachRow => outputs.extend(lanes.len() - last[index]..lanes.len()),
                 Outputs::All => outputs.extend(lanes.len() - take..lanes.len()),
             }
         }

@@ -12,8 +12,22 @@ use crate::nn::cache::{Cache, CacheSettings};
 pub struct RowSettings {
     pub sampling: Sampling,
     pub cache: CacheSettings,
+    /// Added to the logits of these ids.
+    pub logit_bias: Vec<(u32, f32)>,
     /// Ids that end the row; the one that did is its last.
     pub stop: Vec<u32>,
+    /// New ids before which no stop id is taken.
+    pub min_tokens: usize,
+    /// For each new id, the log-probabilities of so many of the likeliest ids are kept, and its own.
+    pub logprobs: Option<usize>,
+}
+
+/// What the model thought of a new id, before any setting of sampling: the natural logarithms of probabilities.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Logprobs {
+    pub chosen: f32,
+    /// The likeliest ids, best first.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// A text being continued. A clone shares the cache's pages until one of the two writes to them.
@@ -22,13 +36,15 @@ pub struct Row {
     ids: Vec<u32>,
     prompt: usize,
     settings: RowSettings,
+    /// Of each new id, if they are kept.
+    logprobs: Vec<Logprobs>,
     pub(super) cache: Cache,
 }
 
 impl Row {
     /// The parts are checked by `Engine::row`.
     pub(super) fn new(prompt: Vec<u32>, settings: RowSettings, cache: Cache) -> Self {
-        Self { prompt: prompt.len(), ids: prompt, settings, cache }
+        Self { prompt: prompt.len(), ids: prompt, settings, logprobs: Vec::new(), cache }
     }
 
     /// The prompt and what was made so far.
@@ -39,6 +55,16 @@ impl Row {
     /// What was made so far.
     pub fn new_ids(&self) -> &[u32] {
         &self.ids[self.prompt..]
+    }
+
+    /// Ids of the prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt
+    }
+
+    /// Of each new id, if the settings ask for them.
+    pub fn logprobs(&self) -> &[Logprobs] {
+        &self.logprobs
     }
 
     pub fn settings(&self) -> &RowSettings {
@@ -69,6 +95,7 @@ impl Row {
         self.cache.truncate(self.cache.len().min(len - 1))?;
         self.ids.truncate(len);
         self.prompt = self.prompt.min(len);
+        self.logprobs.truncate(len - self.prompt);
         Ok(())
     }
 
@@ -80,7 +107,47 @@ impl Row {
         Ok(row)
     }
 
-    pub(super) fn push(&mut self, id: u32) {
+    /// Ids at the start whose keys and values `other` has computed, under the same settings of the cache, and this row needs.
+    pub(super) fn common(&self, other: &Row) -> usize {
+        if self.settings.cache != other.settings.cache {
+            return 0;
+        }
+        let same = self.ids.iter().zip(&other.ids).take_while(|(a, b)| a == b).count();
+        same.min(other.cache.len()).min(self.ids.len() - 1)
+    }
+
+    /// Takes what `other` has computed of the common start, if that is more than nothing and still there.
+    pub(super) fn share(&mut self, other: &Row) {
+        let common = self.common(other);
+        let mut cache = other.cache.clone();
+        if common > self.cache.len() && cache.truncate(common).is_ok() {
+            self.cache = cache;
+        }
+    }
+
+    /// Becomes a row over `ids`, keeping what is computed of their common start; fails, changing nothing, where that was
+    /// dropped.
+    pub(super) fn follow(&mut self, ids: &[u32]) -> Result<()> {
+        let same = self.ids.iter().zip(ids).take_while(|(a, b)| a == b).count();
+        let computed = self.cache.len().min(same).min(ids.len() - 1);
+        self.cache.truncate(computed)?;
+        self.ids.truncate(same);
+        self.ids.extend_from_slice(&ids[same..]);
+        Ok(())
+    }
+
+    /// Adds ids that are only proposed, to be confirmed or taken back.
+    pub(super) fn propose(&mut self, ids: &[u32]) {
+        self.ids.extend_from_slice(ids);
+    }
+
+    /// Back to the first `len` ids; what is computed stays, for ids that are added again.
+    pub(super) fn unpropose(&mut self, len: usize) {
+        self.ids.truncate(len);
+    }
+
+    pub(super) fn push(&mut self, id: u32, logprobs: Option<Logprobs>) {
         self.ids.push(id);
+        self.logprobs.extend(logprobs);
     }
 }

@@ -1,7 +1,8 @@
 //! From logits to a token: the filter chain of one row, and the noise that decides.
 //!
-//! Called by `Engine::step`, once a row. The chain, in this order: repetition penalty, temperature, top-k, top-p, min-p;
-//! each works on what the one before left. Then the token is the argmax of filtered logits / T + Gumbel noise, where the
+//! Called by `Engine::advance`, once for each new token. The chain, in this order: logit bias, minimum length (no stop id
+//! before it), repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p; each works on
+//! what the one before left. Then the token is the argmax of filtered logits / T + Gumbel noise, where the
 //! noise is a function of (row seed, position, token id) and nothing else, so a token does not depend on how many
 //! others survived or on who asks; ties take the lowest id. Temperature 0 is the argmax without noise and never sorts.
 //! Padding ids of the vocabulary are tokens like all others. Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling" (2014).
@@ -24,8 +25,12 @@ pub struct Sampling {
     pub min_p: f32,
     /// Positive logits of tokens in the history are divided by it, negative ones multiplied (CTRL, arXiv 1909.05858).
     pub repetition_penalty: f32,
-    /// How many of the last tokens count as history, the prompt included; `None` is all.
+    /// How many of the last tokens count as history for the penalties, the prompt included; `None` is all.
     pub repetition_window: Option<usize>,
+    /// Subtracted from the logits of new tokens in the history.
+    pub presence_penalty: f32,
+    /// Subtracted from the logits of new tokens in the history, once for each time that they came up.
+    pub frequency_penalty: f32,
     pub seed: u64,
 }
 
@@ -38,6 +43,8 @@ impl Default for Sampling {
             min_p: 0.0,
             repetition_penalty: 1.0,
             repetition_window: Some(64),
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
             seed: 0,
         }
     }
@@ -66,6 +73,13 @@ impl Sampling {
         if !(self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite()) {
             return refuse("repetition penalty", self.repetition_penalty, "more than 0; 1 is off, 1.1 is usual");
         }
+        for (name, value) in
+            [("presence penalty", self.presence_penalty), ("frequency penalty", self.frequency_penalty)]
+        {
+            if !value.is_finite() {
+                return refuse(name, value, "a number; 0 is off, 0.5 is usual");
+            }
+        }
         Ok(())
     }
 }
@@ -83,11 +97,15 @@ impl Sampler {
         Self { family, seen: Vec::new(), left: Vec::new() }
     }
 
-    /// The token at position `history.len()`, from its logits (V), which are overwritten. Settings must be valid.
-    pub fn sample(&mut self, settings: &Sampling, history: &[u32], logits: &mut [f32]) -> Result<u32> {
+    /// The token at position `history.len()`, of which `prompt` were given, from its logits (V), which are overwritten.
+    /// Settings must be valid.
+    pub fn sample(&mut self, settings: &Sampling, history: &[u32], prompt: usize, logits: &mut [f32]) -> Result<u32> {
+        let window = history.len().saturating_sub(settings.repetition_window.unwrap_or(history.len()));
         if settings.repetition_penalty != 1.0 {
-            let window = settings.repetition_window.unwrap_or(history.len()).min(history.len());
-            self.penalise(settings.repetition_penalty, &history[history.len() - window..], logits);
+            self.penalise(settings.repetition_penalty, &history[window..], logits);
+        }
+        if settings.presence_penalty != 0.0 || settings.frequency_penalty != 0.0 {
+            self.discourage(settings, &history[window.max(prompt.min(history.len()))..], logits);
         }
         let (best, token) = argmax(self.family, logits);
         if !best.is_finite() {
@@ -121,6 +139,19 @@ impl Sampler {
         history.iter().filter(|id| (**id as usize) < logits.len()).for_each(|id| self.seen[*id as usize] = false);
     }
 
+    /// The presence and the frequency penalty for the new tokens of the history.
+    fn discourage(&mut self, settings: &Sampling, new: &[u32], logits: &mut [f32]) {
+        self.seen.resize(logits.len(), false);
+        for &id in new {
+            let id = id as usize;
+            if id < logits.len() {
+                let first = !std::mem::replace(&mut self.seen[id], true);
+                logits[id] -= settings.frequency_penalty + if first { settings.presence_penalty } else { 0.0 };
+            }
+        }
+        new.iter().filter(|id| (**id as usize) < logits.len()).for_each(|id| self.seen[*id as usize] = false);
+    }
+
     /// Leaves in `left` what top-k, top-p and min-p keep of `scaled` (the largest is 0).
     fn filter(&mut self, settings: &Sampling, scaled: &[f32]) {
         let left = &mut self.left;
@@ -151,6 +182,22 @@ impl Sampler {
             left.retain(|(x, _)| probability(*x) >= f64::from(settings.min_p));
         }
     }
+}
+
+/// The log-probabilities of the `count` likeliest ids of logits (V), best first, and the logarithm of the sum that turns a
+/// logit into one.
+pub fn likeliest(logits: &[f32], count: usize) -> (Vec<(u32, f32)>, f32) {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
+    let total = most + sum.ln() as f32;
+    let mut all: Vec<(u32, f32)> = logits.iter().zip(0..).map(|(x, id)| (id, x - total)).collect();
+    let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+    if count > 0 && count < all.len() {
+        all.select_nth_unstable_by(count - 1, order);
+    }
+    all.truncate(count);
+    all.sort_unstable_by(order);
+    (all, total)
 }
 
 /// e^x, the same bits on every machine.
@@ -221,12 +268,12 @@ mod tests {
 
     fn sample(settings: &Sampling, history: &[u32], logits: &[f32]) -> u32 {
         settings.validate().unwrap();
-        Sampler::new(Family::detect()).sample(settings, history, &mut logits.to_vec()).unwrap()
+        Sampler::new(Family::detect()).sample(settings, history, 0, &mut logits.to_vec()).unwrap()
     }
 
     fn left(settings: Sampling, logits: &[f32]) -> Vec<u32> {
         let mut sampler = Sampler::new(Family::detect());
-        sampler.sample(&settings, &[], &mut logits.to_vec()).unwrap();
+        sampler.sample(&settings, &[], 0, &mut logits.to_vec()).unwrap();
         let mut ids: Vec<u32> = sampler.left.iter().map(|(_, id)| *id).collect();
         ids.sort_unstable();
         ids
@@ -243,7 +290,7 @@ mod tests {
         assert_eq!(sample(&greedy, &[], &[-5.0, f32::NEG_INFINITY]), 0);
         let mut sampler = Sampler::new(Family::detect());
         for bad in [[0.0, f32::NAN, 1.0], [f32::NEG_INFINITY; 3], [0.0, f32::INFINITY, 0.0]] {
-            assert!(sampler.sample(&greedy, &[], &mut bad.to_vec()).is_err());
+            assert!(sampler.sample(&greedy, &[], 0, &mut bad.to_vec()).is_err());
         }
     }
 
@@ -290,6 +337,35 @@ mod tests {
     }
 
     #[test]
+    fn presence_and_frequency_count_new_tokens_only() {
+        let mut sampler = Sampler::new(Family::detect());
+        let mut after = |settings: Sampling, history: &[u32], prompt| {
+            let mut logits = [1.0f32; 4];
+            sampler.sample(&settings, history, prompt, &mut logits).unwrap();
+            logits
+        };
+        let greedy = Sampling::greedy();
+        let presence = Sampling { presence_penalty: 0.5, ..greedy };
+        assert_eq!(after(presence, &[0, 1, 1, 2, 9], 1), [1.0, 0.5, 0.5, 1.0]);
+        let frequency = Sampling { frequency_penalty: 0.25, ..greedy };
+        assert_eq!(after(frequency, &[0, 1, 1, 2], 1), [1.0, 0.5, 0.75, 1.0]);
+        assert_eq!(
+            after(Sampling { repetition_window: Some(2), ..frequency }, &[0, 1, 1, 2], 1),
+            [1.0, 0.75, 0.75, 1.0]
+        );
+        assert_eq!(after(presence, &[0, 1], 5), [1.0; 4]);
+    }
+
+    #[test]
+    fn log_probabilities_are_sorted_and_sum_to_one() {
+        let (all, total) = likeliest(&[1.0, 3.0, 3.0, -2.0], 9);
+        assert_eq!(all.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 2, 0, 3]);
+        assert!((all.iter().map(|(_, x)| x.exp()).sum::<f32>() - 1.0).abs() < 1e-6);
+        assert_eq!(likeliest(&[1.0, 3.0, 3.0, -2.0], 2).0, all[..2]);
+        assert_eq!(likeliest(&[1.0, 3.0, 3.0, -2.0], 0), (Vec::new(), total));
+    }
+
+    #[test]
     fn frequencies_are_those_of_the_softmax() {
         let probabilities = [0.5, 0.05, 0.2, 0.15, 0.1];
         let cases = [
@@ -303,7 +379,7 @@ mod tests {
             let history = vec![0; n as usize];
             for t in 0..n {
                 let mut logits = log(&probabilities);
-                counts[sampler.sample(&settings, &history[..t as usize], &mut logits).unwrap() as usize] += 1;
+                counts[sampler.sample(&settings, &history[..t as usize], 0, &mut logits).unwrap() as usize] += 1;
             }
             for (count, weight) in counts.iter().zip(weights) {
                 let p = f64::from(weight / weights.iter().sum::<f32>());

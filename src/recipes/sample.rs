@@ -82,7 +82,7 @@ pub fn run(config: &SampleConfig, report: &mut dyn Report, interrupt: &Interrupt
     let mut engine = Engine::new(Ctx::cpu(config.family), &folder.config, kind, weights)?;
     drop(folder);
     let stop = vec![tokenizer.end_of_text()];
-    let settings = RowSettings { sampling: config.sampling, cache: config.cache, stop };
+    let settings = RowSettings { sampling: config.sampling, cache: config.cache, stop, ..RowSettings::default() };
     let mut row = engine.row(&prompt, settings)?;
     let mut text = Output::new(&tokenizer, &config.stop);
     let times = generate(&mut engine, &mut row, config.max_tokens, &mut text, report, interrupt)?;

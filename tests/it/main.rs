@@ -11,4 +11,5 @@ mod plain;
 mod readme;
 mod reference;
 mod resume;
+mod rule;
 mod speed;

@@ -20,9 +20,13 @@ impl<T: Tables> Pass<'_, T> {
     pub(super) fn attend(&self, member: &Member, layer: &Layer, index: usize) {
         let (lanes, heads) = (self.lanes, self.sizes.heads);
         let tasks = || member.share(lanes.len() * heads.key_value).map(|i| (i / heads.key_value, i % heads.key_value));
-        tasks().for_each(|(lane, head)| self.turn(layer, index, lane, head));
-        if lanes.windows(2).any(|pair| pair[0].row == pair[1].row) {
-            // A lane sees keys that another member may have appended.
+        if lanes.windows(2).all(|pair| pair[0].row != pair[1].row) {
+            tasks().for_each(|(lane, head)| self.turn(layer, index, lane, head));
+        } else {
+            // Two lanes of a row may share an element of a page, so a head is one member's in all of them; and a lane sees
+            // what others have appended.
+            let heads = member.share(heads.key_value);
+            heads.for_each(|head| (0..lanes.len()).for_each(|lane| self.turn(layer, index, lane, head)));
             member.sync();
         }
         let (size, part) = (heads.attention_size(), heads.group() * heads.dim);
