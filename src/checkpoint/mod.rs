@@ -10,6 +10,8 @@ pub mod weights;
 
 use std::path::{Path, PathBuf};
 
+use sha2::{Digest, Sha256};
+
 use crate::error::{Error, Result};
 
 /// Where runs land and are looked for.
@@ -18,6 +20,33 @@ pub const RUNS: &str = "checkpoints";
 /// The checkpoint of that path (or of that name in checkpoints/), or, without one, the newest complete run.
 pub fn resolve(given: Option<&Path>) -> Result<PathBuf> {
     resolve_in(Path::new(RUNS), given)
+}
+
+/// The SHA-256 of a model folder's config and weights, as hexadecimal digits.
+pub fn hash(folder: &Path) -> Result<String> {
+    let entries = std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
+    let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    files.retain(|path| path.ends_with("config.json") || path.extension().is_some_and(|e| e == "safetensors"));
+    files.sort();
+    let mut sum = Sha256::new();
+    for path in files {
+        let mut file = std::fs::File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+        std::io::copy(&mut file, &mut HashWriter(&mut sum)).map_err(|e| Error::io("read", &path, e))?;
+    }
+    Ok(sum.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+struct HashWriter<'a>(&'a mut Sha256);
+
+impl std::io::Write for HashWriter<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.update(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 fn resolve_in(runs: &Path, given: Option<&Path>) -> Result<PathBuf> {

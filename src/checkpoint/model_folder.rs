@@ -33,7 +33,7 @@ pub fn write(folder: &Path, config: &GptConfig, tensors: &[NamedTensor], compani
         "bos_token_id": companions.start,
         "eos_token_id": companions.end_of_text,
         "do_sample": true,
-        "temperature": 1.0,
+        "temperature": 0.8,
     });
     let generation = serde_json::to_string_pretty(&generation).expect("a map of plain values") + "\n";
     let files: [(&str, &dyn Fill); 5] = [

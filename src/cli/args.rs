@@ -55,6 +55,8 @@ pub enum Command {
         /// A model folder; the newest run if not given
         checkpoint: Option<PathBuf>,
     },
+    /// What sampling from a checkpoint needs of this machine
+    Doctor(DoctorArgs),
     /// How fast training and decoding are here
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -93,33 +95,101 @@ pub struct SampleArgs {
     /// Text to continue; @FILE reads a file, - reads standard input
     #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
     pub prompt: String,
+    /// Continue every line of a file: texts, or objects like {"prompt": "...", "seed": 1, "max_tokens": 50}; - is stdin
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    pub prompts: Option<PathBuf>,
+    /// Samples of the prompt; with --prompts, rows worked on at a time [default: 1, or 8 with --prompts]
+    #[arg(long, value_name = "N")]
+    pub batch: Option<usize>,
+    /// Type starts, see them go on, change settings with /set
+    #[arg(long, short, conflicts_with_all = ["prompt", "prompts", "batch", "json"])]
+    pub interactive: bool,
+    /// Print each row as a JSON document on a line, in order, as soon as it is whole
+    #[arg(long, conflicts_with_all = ["json", "interactive"])]
+    pub jsonl: bool,
     /// Most tokens to generate
     #[arg(long, short = 'n', value_name = "N", default_value_t = 400)]
     pub max_tokens: usize,
-    /// Divides the logits; 0 always takes the likeliest token
-    #[arg(long, value_name = "T", default_value_t = 0.8, allow_negative_numbers = true)]
-    pub temperature: f32,
-    /// Keep only the K likeliest tokens; 0 keeps all
-    #[arg(long, value_name = "K", default_value_t = 0)]
-    pub top_k: usize,
-    /// Keep the fewest tokens whose probabilities reach P; 1 keeps all
-    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
-    pub top_p: f32,
-    /// Keep tokens at least P times as likely as the likeliest; 0 keeps all
-    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
-    pub min_p: f32,
-    /// Make tokens that came up before less likely; 1 does not
-    #[arg(long, value_name = "R", default_value_t = 1.0, allow_negative_numbers = true)]
-    pub repetition_penalty: f32,
-    /// Last tokens that the repetition penalty looks at; all if not given
-    #[arg(long, value_name = "N")]
-    pub repetition_window: Option<usize>,
-    /// Seed of the choices
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
-    pub seed: u64,
+    /// Tokens before which a text may not end
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub min_tokens: usize,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Add B to the logit of a token, by its id; -inf excludes it; may be given several times
+    #[arg(long, value_name = "ID=B", allow_hyphen_values = true)]
+    pub logit_bias: Vec<String>,
     /// Stop before this text; may be given several times
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub stop: Vec<String>,
+    /// Stop at this token too, by its id; may be given several times
+    #[arg(long, value_name = "ID")]
+    pub stop_token: Vec<u32>,
+    /// Do not show what stands between two marks, nor the marks; may be given several times
+    #[arg(long, value_names = ["OPEN", "CLOSE"], num_args = 2, allow_hyphen_values = true)]
+    pub hide: Vec<String>,
+    /// Tell the log-probability of each token, and of the N likeliest there (with --json or --jsonl)
+    #[arg(long, value_name = "N")]
+    pub logprobs: Option<usize>,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// A smaller model that proposes tokens, or `ngram` for what came before; CHECKPOINT-draft if there is one
+    #[arg(long, value_name = "CHECKPOINT")]
+    pub draft: Option<PathBuf>,
+    /// Propose no tokens
+    #[arg(long, conflicts_with = "draft")]
+    pub no_draft: bool,
+    /// Tokens proposed at a time; as many as pay off if not given
+    #[arg(long, value_name = "K")]
+    pub draft_tokens: Option<usize>,
+    /// Decode again without batch and draft, and compare
+    #[arg(long)]
+    pub verify: bool,
+    /// Tokens of a prompt computed at a time
+    #[arg(long, value_name = "N", default_value_t = crate::recipes::sample::PREFILL_CHUNK)]
+    pub prefill_chunk: usize,
+    /// Write the computed prompt to a file
+    #[arg(long, value_name = "FILE")]
+    pub save_cache: Option<PathBuf>,
+    /// Take up a computed prompt; what the prompt has in common with it is not computed again
+    #[arg(long, value_name = "FILE")]
+    pub load_cache: Option<PathBuf>,
+}
+
+/// How tokens are chosen. What is not given is as the model's generation_config.json says, else the default.
+#[derive(Clone, Debug, Args)]
+pub struct SamplingArgs {
+    /// Divides the logits; 0 always takes the likeliest token [default: the model's, or 0.8]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
+    /// Keep only the K likeliest tokens; 0 keeps all [default: the model's, or 0]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Keep the fewest tokens whose probabilities reach P; 1 keeps all [default: the model's, or 1]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Keep tokens at least P times as likely as the likeliest; 0 keeps all [default: the model's, or 0]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Make tokens that came up before less likely; 1 does not [default: the model's, or 1]
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
+    pub repetition_penalty: Option<f32>,
+    /// Last tokens that the penalties look at; all if not given
+    #[arg(long, value_name = "N")]
+    pub repetition_window: Option<usize>,
+    /// Subtract this from the logits of tokens that were made before
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub presence_penalty: Option<f32>,
+    /// Subtract this for each time that a token was made before
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub frequency_penalty: Option<f32>,
+    /// Seed of the choices; row i of several has SEED + i
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// What a model is kept in while it samples.
+#[derive(Clone, Debug, Args)]
+pub struct EngineArgs {
     /// Keep weights as f32, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1; as the checkpoint stores them if not given
     #[arg(long, value_name = "TYPE")]
     pub r#type: Option<String>,
@@ -129,6 +199,38 @@ pub struct SampleArgs {
     /// First tokens always kept in the cache
     #[arg(long, value_name = "S", default_value_t = crate::recipes::sample::DEFAULT_SINKS)]
     pub kv_sinks: usize,
+    /// Keep the cache as f32 or bf16; f32 for weights of f32, else bf16, if not given
+    #[arg(long, value_name = "TYPE")]
+    pub kv_type: Option<String>,
+    /// Bits of a number in the cache: 8 or 4
+    #[arg(long, value_name = "BITS")]
+    pub kv_bits: Option<usize>,
+    /// Numbers that share a scale
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub kv_group: usize,
+    /// First tokens that keep their full type, rounded up to pages of 64
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub kv_quant_start: usize,
+    /// Most memory to take, like 800MB or 2GiB; `auto` fits the cache into what is available
+    #[arg(long, value_name = "BYTES")]
+    pub memory_budget: Option<String>,
+    /// Keep the weights in main memory
+    #[arg(long)]
+    pub lock_memory: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// A model folder; the newest run if not given
+    pub checkpoint: Option<PathBuf>,
+    /// Rows at a time
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub batch: usize,
+    /// Tokens of a row, prompt included; the model's context if not given
+    #[arg(long, value_name = "T")]
+    pub context: Option<usize>,
+    #[command(flatten)]
+    pub engine: EngineArgs,
 }
 
 #[derive(Debug, Args)]

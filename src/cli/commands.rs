@@ -7,7 +7,8 @@ use clap::CommandFactory;
 use serde::Serialize;
 
 use super::args::{
-    BenchArgs, BenchCommand, Cli, Command, DataCommand, EvalArgs, Global, SampleArgs, ScoreArgs, TrainArgs,
+    BenchArgs, BenchCommand, Cli, Command, DataCommand, DoctorArgs, EngineArgs, EvalArgs, Global, SampleArgs,
+    SamplingArgs, ScoreArgs, TrainArgs,
 };
 use super::terminal::{Terminal, out};
 use super::{flags, show};
@@ -16,9 +17,12 @@ use crate::error::{Error, Result};
 use crate::ops::simd::Family;
 use crate::preset::{BUILT_IN, Preset};
 use crate::recipes::report::Interrupt;
-use crate::recipes::sample::{CacheSettings, SampleConfig, Sampling, WeightType};
+use crate::recipes::sample::memory::Budget;
+use crate::recipes::sample::prompts::{self, Prompt};
+use crate::recipes::sample::settings::Given;
+use crate::recipes::sample::{CacheSettings, CacheType, DraftChoice, Marks, Quantization, SampleConfig, WeightType};
 use crate::recipes::train::TrainConfig;
-use crate::recipes::{bench, eval, info, plan, sample, train};
+use crate::recipes::{bench, doctor, eval, info, plan, sample, train};
 
 /// Runs one command to its end.
 pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
@@ -41,6 +45,7 @@ pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
         }
         Command::Presets { preset } => presets(preset.as_deref(), &global),
         Command::Inspect { checkpoint } => print(&info::inspect(checkpoint.as_ref())?, &global, show::inspection),
+        Command::Doctor(args) => doctor_command(args, &global, family),
         Command::Bench(command) => bench_command(command, &global, family),
         Command::Completions { shell } => {
             let mut script = Vec::new();
@@ -87,30 +92,108 @@ fn train_command(args: TrainArgs, global: &Global, family: Family, interrupt: &I
 }
 
 fn sample_command(args: SampleArgs, global: &Global, family: Family, interrupt: &Interrupt) -> Result<()> {
-    let config = SampleConfig {
+    let (interactive, jsonl) = (args.interactive, args.jsonl);
+    let config = sample_config(args, family)?;
+    if interactive {
+        return super::interactive::run(config, interrupt);
+    }
+    let mut terminal = match (global.json, jsonl) {
+        (true, _) => Terminal::new(),
+        (_, true) => Terminal::json_lines(),
+        _ => Terminal::texts(),
+    };
+    let summary = sample::run(&config, &mut terminal, interrupt)?;
+    show::sample(&summary);
+    if jsonl { Ok(()) } else { print(&summary, global, |_| ()) }
+}
+
+/// What the flags ask for.
+pub fn sample_config(args: SampleArgs, family: Family) -> Result<SampleConfig> {
+    let prompts = match &args.prompts {
+        Some(path) => prompts::parse(path, &text_file(path)?)?,
+        None => vec![Prompt::of(&prompt(&args.prompt)?); args.batch.unwrap_or(1)],
+    };
+    let draft = match &args.draft {
+        Some(path) if path.as_os_str() == "ngram" => DraftChoice::Ngram,
+        Some(path) => DraftChoice::Model(path.clone()),
+        None if args.no_draft => DraftChoice::None,
+        None => DraftChoice::Beside,
+    };
+    let engine = &args.engine;
+    Ok(SampleConfig {
         checkpoint: args.checkpoint,
-        prompt: prompt(&args.prompt)?,
+        width: args.batch.unwrap_or(8),
+        prompts,
         max_tokens: args.max_tokens,
-        sampling: Sampling {
-            temperature: args.temperature,
-            top_k: args.top_k,
-            top_p: args.top_p,
-            min_p: args.min_p,
-            repetition_penalty: args.repetition_penalty,
-            repetition_window: args.repetition_window,
-            seed: args.seed,
-            ..Sampling::default()
-        },
-        cache: CacheSettings { window: args.kv_window, sinks: args.kv_sinks, ..CacheSettings::default() },
-        stop: args.stop,
-        kind: args.r#type.as_deref().map(WeightType::named).transpose()?,
+        min_tokens: args.min_tokens,
+        sampling: given(&args.sampling),
+        cache: cache(engine)?,
+        marks: Marks { stop: args.stop, hide: args.hide.chunks(2).map(|p| (p[0].clone(), p[1].clone())).collect() },
+        stop_tokens: args.stop_token,
+        logit_bias: args.logit_bias.iter().map(|text| bias(text)).collect::<Result<_>>()?,
+        logprobs: args.logprobs,
+        kind: engine.r#type.as_deref().map(WeightType::named).transpose()?,
+        draft,
+        draft_tokens: args.draft_tokens,
+        verify: args.verify,
+        prefill_chunk: args.prefill_chunk,
+        save_cache: args.save_cache,
+        load_cache: args.load_cache,
+        budget: engine.memory_budget.as_deref().map(Budget::parse).transpose()?,
+        lock_memory: engine.lock_memory,
+        family,
+    })
+}
+
+fn given(args: &SamplingArgs) -> Given {
+    Given {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        repetition_window: args.repetition_window,
+        presence_penalty: args.presence_penalty,
+        frequency_penalty: args.frequency_penalty,
+        seed: args.seed,
+    }
+}
+
+fn cache(args: &EngineArgs) -> Result<CacheSettings> {
+    let kind = match args.kv_type.as_deref() {
+        None => None,
+        Some("f32") => Some(CacheType::F32),
+        Some("bf16") => Some(CacheType::Bf16),
+        Some(other) => {
+            return Err(Error::usage(format!("unknown cache type `{other}`"))
+                .with_hint("use f32 or bf16; for fewer bits --kv-bits 8 or 4"));
+        }
+    };
+    let quantization = args.kv_bits.map(|bits| Quantization { bits, group: args.kv_group, start: args.kv_quant_start });
+    let cache = CacheSettings { window: args.kv_window, sinks: args.kv_sinks, kind, quantization };
+    cache.validate()?;
+    Ok(cache)
+}
+
+/// ID=B.
+fn bias(text: &str) -> Result<(u32, f32)> {
+    let parsed = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
+    parsed.ok_or_else(|| Error::usage(format!("`{text}` is no logit bias")).with_hint("use ID=B, for example 10=-inf"))
+}
+
+fn doctor_command(args: DoctorArgs, global: &Global, family: Family) -> Result<()> {
+    let config = doctor::DoctorConfig {
+        checkpoint: args.checkpoint,
+        device: device::choose(&global.device)?,
+        rows: args.batch,
+        positions: args.context,
+        cache: cache(&args.engine)?,
+        kind: args.engine.r#type.as_deref().map(WeightType::named).transpose()?,
+        budget: args.engine.memory_budget.as_deref().map(Budget::parse).transpose()?,
+        lock_memory: args.engine.lock_memory,
         family,
     };
-    let mut terminal = if global.json { Terminal::new() } else { Terminal::streaming(&config.prompt) };
-    let summary = sample::run(&config, &mut terminal, interrupt)?;
-    terminal.finish();
-    show::sample(&summary);
-    print(&summary, global, |_| ())
+    print(&doctor::run(&config, &mut Terminal::new())?, global, show::doctor)
 }
 
 /// TEXT as it is, @FILE from a file, - from standard input.

@@ -6,6 +6,7 @@
 mod args;
 mod commands;
 mod flags;
+mod interactive;
 pub mod reference;
 mod show;
 mod terminal;

@@ -4,6 +4,7 @@ use super::terminal::{err, out};
 use crate::error::Result;
 use crate::preset::{BUILT_IN, Preset};
 use crate::recipes::bench::BenchSummary;
+use crate::recipes::doctor::Diagnosis;
 use crate::recipes::eval::{EvalSummary, ScoreSummary};
 use crate::recipes::info::{DataInfo, Inspection};
 use crate::recipes::plan::DryRun;
@@ -132,8 +133,10 @@ fn quoted(path: &str) -> String {
 
 /// The statistics of a sample, on stderr: the text itself is on stdout.
 pub fn sample(s: &SampleSummary) {
+    let rows = if s.rows.len() > 1 { format!("{} rows, ", s.rows.len()) } else { String::new() };
+    let flags = if s.cache_flags.is_empty() { String::new() } else { format!(" ({})", s.cache_flags) };
     err(&format!(
-        "prompt {} tokens in {:.3} s; {} new at {} tok/s; first after {:.3} s; cache {}",
+        "{rows}prompt {} tokens in {:.3} s; {} new at {} tok/s; first after {:.3} s; cache {}{flags}",
         s.prompt_tokens,
         s.prefill_seconds,
         s.new_tokens,
@@ -141,6 +144,51 @@ pub fn sample(s: &SampleSummary) {
         s.time_to_first_token,
         bytes(s.cache_bytes as u64)
     ));
+    if let Some(d) = &s.speculation {
+        let speedup = d.speedup.map_or(String::new(), |x| format!("; {x:.2} times the speed without it"));
+        err(&format!(
+            "draft {}: {:.0} % of {} proposed tokens accepted, {:.2} tokens a step of the model{speedup}",
+            d.draft,
+            100.0 * d.acceptance_rate,
+            d.draft_tokens,
+            d.tokens_per_target_step,
+        ));
+    }
+    if s.verified == Some(true) {
+        err("verified: one row at a time without a draft gives the same tokens");
+    }
+}
+
+/// What a checkpoint needs here.
+pub fn doctor(d: &Diagnosis) {
+    let need = &d.need;
+    out(&format!(
+        "checkpoint  {} as {}\ndevice      {} ({}), {} kernels on {} threads\nmemory      {}, {} available\n\
+         needed      {} for {} of {} tokens: {} weights, {} cache, {} workspace\n",
+        d.checkpoint.display(),
+        d.weight_type,
+        d.device,
+        d.reason,
+        d.kernels,
+        d.threads,
+        bytes(d.memory_bytes),
+        bytes(d.available_bytes),
+        bytes(need.total()),
+        if d.rows == 1 { "a row".to_owned() } else { format!("{} rows", d.rows) },
+        d.positions,
+        bytes(need.weight_bytes),
+        bytes(need.cache_bytes),
+        bytes(need.workspace_bytes),
+    ));
+    match &d.advice {
+        None => out(&format!("fits        into {}\n", bytes(d.budget_bytes))),
+        Some(advice) => out(&format!("too much    for {}: {advice}\n", bytes(d.budget_bytes))),
+    }
+    match d.locked {
+        Some(true) => out("locking     works\n"),
+        Some(false) => out("locking     is not permitted: raise the limit (`ulimit -l unlimited`)\n"),
+        None => {}
+    }
 }
 
 pub fn eval(s: &EvalSummary) {

@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::show::{duration, rate};
 use crate::recipes::report::{Event, Progress, Report};
+use crate::recipes::sample::SampledRow;
 
 /// Shows events as they come: a bar where there is a terminal, a plain line every so often where there is none.
 pub struct Terminal {
@@ -22,9 +23,10 @@ pub struct Terminal {
 enum Stream {
     /// Nowhere: with --json it is in the document.
     Off,
-    /// To stdout, once there is some; this text, which it continues, comes first.
-    After(String),
-    Begun,
+    /// To stdout as it comes, after this text, which it continues.
+    Texts(String),
+    /// Rows go to stdout when they are whole.
+    JsonLines,
 }
 
 /// Time between plain lines.
@@ -36,16 +38,36 @@ impl Terminal {
         Self { bar: None, on_terminal, last_line: None, last_validation: None, stream: Stream::Off }
     }
 
-    /// A terminal whose stdout gets `prompt` and then the text made from it.
-    pub fn streaming(prompt: &str) -> Self {
-        Self { stream: Stream::After(prompt.to_owned()), ..Self::new() }
+    /// A terminal whose stdout gets the rows as text, each after its prompt.
+    pub fn texts() -> Self {
+        Self { stream: Stream::Texts(String::new()), ..Self::new() }
+    }
+
+    /// A terminal whose stdout gets each row as a JSON document on a line.
+    pub fn json_lines() -> Self {
+        Self { stream: Stream::JsonLines, ..Self::new() }
     }
 
     fn text(&mut self, text: &str) {
-        match std::mem::replace(&mut self.stream, Stream::Begun) {
-            Stream::Off => self.stream = Stream::Off,
-            Stream::After(prompt) => out(&(prompt + text)),
-            Stream::Begun => out(text),
+        if let Stream::Texts(before) = &mut self.stream {
+            out(&(std::mem::take(before) + text));
+        }
+    }
+
+    /// A row begins: its number if there are several, and its prompt together with the first of its text.
+    fn row(&mut self, number: usize, of: usize, prompt: String) {
+        if let Stream::Texts(before) = &mut self.stream {
+            let gap = if number > 0 { "\n" } else { "" };
+            let header = if of > 1 { format!("{gap}--- {} of {of} ---\n", number + 1) } else { String::new() };
+            *before = header + &prompt;
+        }
+    }
+
+    fn row_end(&mut self, row: &SampledRow) {
+        match self.stream {
+            Stream::Off => {}
+            Stream::Texts(_) => self.text("\n"),
+            Stream::JsonLines => out(&(serde_json::to_string(row).expect("plain values") + "\n")),
         }
     }
 
@@ -73,9 +95,8 @@ impl Terminal {
         }
     }
 
-    /// Leaves the bar as it stands and ends the line of streamed text, for what is printed next.
+    /// Leaves the bar as it stands, for what is printed next.
     pub fn finish(&mut self) {
-        self.text("\n");
         if let Some(bar) = self.bar.take() {
             bar.abandon();
             // The cursor still stands at the bar's end.
@@ -91,7 +112,9 @@ impl Report for Terminal {
             Event::Warning(text) => self.line(&format!("{} {text}", paint("33;1", "warning:"))),
             Event::Step(progress) => self.step(progress),
             Event::Saved(_) => {}
+            Event::Row { number, of, prompt } => self.row(number, of, prompt),
             Event::Text(text) => self.text(&text),
+            Event::RowEnd(row) => self.row_end(&row),
         }
     }
 }

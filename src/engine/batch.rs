@@ -11,6 +11,7 @@ use super::{Engine, Row, RowSettings};
 use crate::error::{Error, Result};
 
 /// A prompt to be continued.
+#[derive(Clone, Debug)]
 pub struct Job {
     /// At least one id.
     pub prompt: Vec<u32>,
@@ -127,6 +128,14 @@ impl<'e> Batch<'e> {
 
     pub fn draft(&self) -> Option<&Draft> {
         self.draft.as_ref()
+    }
+
+    /// The draft, ready for another batch.
+    pub fn into_draft(mut self) -> Option<Draft> {
+        if let Some(draft) = &mut self.draft {
+            draft.forget_all();
+        }
+        self.draft
     }
 
     /// The most bytes of keys and values so far, the draft's included; shared pages count for each row.

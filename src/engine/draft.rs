@@ -41,6 +41,8 @@ pub struct Draft {
     /// Seconds of one draft step and, by proposals a row, of a pass of the target, lately.
     draft_seconds: f64,
     target_seconds: [f64; MAX_PROPOSED + 1],
+    /// Seconds a token without proposals, over all rows.
+    plain_seconds: f64,
     rounds: usize,
 }
 
@@ -66,12 +68,18 @@ impl Draft {
             acceptance: 0.7,
             draft_seconds: 0.0,
             target_seconds: [0.0; MAX_PROPOSED + 1],
+            plain_seconds: 0.0,
             rounds: 0,
         })
     }
 
     pub fn counts(&self) -> Counts {
         self.counts
+    }
+
+    /// Tokens of a row a second without proposals, if that was measured.
+    pub fn plain_rate(&self) -> Option<f64> {
+        Some(self.plain_seconds).filter(|seconds| *seconds > 0.0).map(|seconds| 1.0 / seconds)
     }
 
     /// Memory of the draft's keys and values.
@@ -94,7 +102,11 @@ impl Draft {
         let mut refs: Vec<&mut Row> = rows.iter_mut().map(|(.., row)| &mut **row).collect();
         let taken = target.advance(&mut refs, &proposed)?;
         if pending == rows.len() {
-            smooth(&mut self.target_seconds[longest], start.elapsed().as_secs_f64());
+            let seconds = start.elapsed().as_secs_f64();
+            smooth(&mut self.target_seconds[longest], seconds);
+            if longest == 0 {
+                smooth(&mut self.plain_seconds, seconds / rows.len() as f64);
+            }
         }
         self.counts.target_steps += rows.len();
         for (taken, proposed) in taken.iter().zip(&proposed).filter(|(_, proposed)| !proposed.is_empty()) {
@@ -114,6 +126,12 @@ impl Draft {
         self.rows.remove(&number);
     }
 
+    /// No row will come again; the numbers are free.
+    pub fn forget_all(&mut self) {
+        self.rows.clear();
+        self.counts = Counts::default();
+    }
+
     /// Up to `wanted` tokens for each row.
     fn propose(&mut self, wanted: usize, rows: &[(usize, usize, &mut Row)]) -> Result<Vec<Vec<u32>>> {
         let room = |left: usize| wanted.min(left - 1);
@@ -121,8 +139,7 @@ impl Draft {
             return Ok(rows.iter().map(|(_, left, row)| repeated(row.ids(), room(*left))).collect());
         };
         let mut proposed = vec![Vec::new(); rows.len()];
-        for (number, left, row) in rows.iter().filter(|(_, left, _)| room(*left) > 0) {
-            let _ = left;
+        for (number, _, row) in rows.iter().filter(|(_, left, _)| room(*left) > 0) {
             follow(engine, &mut self.rows, *number, row)?;
         }
         for round in 0..wanted {
@@ -149,7 +166,7 @@ impl Draft {
     /// How many proposals make the most tokens a second, by what was measured.
     fn choose(&self) -> usize {
         if self.rounds < 8 {
-            return FIRST;
+            return if self.rounds < 2 { 0 } else { FIRST };
         }
         if self.rounds % TRIAL < 2 {
             // In turn, so that each has a recent time.

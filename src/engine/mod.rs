@@ -90,6 +90,19 @@ impl Engine {
         self.model.bytes()
     }
 
+    /// Bytes of the buffers of a pass.
+    pub fn workspace_bytes(&self) -> usize {
+        self.workspace.bytes()
+    }
+
+    /// Keeps the weights in main memory: the system never swaps them out. Fails where its limit forbids that.
+    pub fn lock_memory(&self) -> Result<()> {
+        self.model.lock().map_err(|e| {
+            Error::failed(format!("locking {} bytes of weights in memory: {e}", self.weight_bytes()))
+                .with_hint("raise the limit (`ulimit -l unlimited`), or leave --lock-memory out")
+        })
+    }
+
     /// Ops launched and weight bytes read since the last call.
     pub fn take_counts(&mut self) -> Counts {
         self.ctx.take_counts()

@@ -117,6 +117,12 @@ impl Model {
         self.head.bytes() + self.layers.iter().flat_map(Layer::bytes).sum::<usize>()
     }
 
+    /// Keeps the matrices in main memory.
+    pub fn lock(&self) -> std::io::Result<()> {
+        let layers = self.layers.iter().flat_map(Layer::matrices);
+        layers.chain([&self.head.lm_head]).try_for_each(Weight::lock)
+    }
+
     /// Runs the lanes through all layers and appends their keys and values to the rows; the lanes' ids must be < V. Returns
     /// the logits (outputs, V) of some of the lanes.
     pub fn run<'w>(

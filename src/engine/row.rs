@@ -86,6 +86,23 @@ impl Row {
         self.cache.bytes()
     }
 
+    /// The most memory that its keys and values take at `len` positions.
+    pub fn cache_bytes_at(&self, len: usize) -> usize {
+        self.cache.bytes_at(len)
+    }
+
+    /// Appends what is computed to `bytes`.
+    pub fn write_cache(&self, bytes: &mut Vec<u8>) {
+        self.cache.write_to(bytes);
+    }
+
+    /// Takes what `write_cache` has appended for a row of the same ids and settings; `None`, and the row is of no use, if that
+    /// is not what `bytes` are.
+    pub fn read_cache(&mut self, bytes: &[u8]) -> Option<()> {
+        self.cache.read_from(bytes)?;
+        (self.cache.len() < self.ids.len()).then_some(())
+    }
+
     /// Cuts the text back to its first `len` ids, as if the others had never been. Fails, changing nothing, for 0, for more
     /// than there are, and where the window has left behind what the next token needs.
     pub fn truncate(&mut self, len: usize) -> Result<()> {

@@ -122,6 +122,24 @@ impl Cache {
         Ok(())
     }
 
+    /// Appends all pages to `bytes`.
+    pub fn write_to(&self, bytes: &mut Vec<u8>) {
+        bytes.extend((self.len as u64).to_le_bytes());
+        self.tables.iter().for_each(|table| table.write_to(bytes));
+    }
+
+    /// Takes what `write_to` appended, into an empty cache made in the same way; `None` if that is not what `bytes` are.
+    pub fn read_from(&mut self, mut bytes: &[u8]) -> Option<()> {
+        self.len = usize::try_from(u64::from_le_bytes(*bytes.split_off(..8)?.first_chunk()?)).ok()?;
+        self.tables.iter_mut().try_for_each(|table| table.read_from(&mut bytes, self.len))?;
+        bytes.is_empty().then_some(())
+    }
+
+    /// The most memory that a text of `len` positions takes.
+    pub fn bytes_at(&self, len: usize) -> usize {
+        self.tables.iter().map(|table| table.bytes_at(len, self.rewind)).sum()
+    }
+
     /// Memory of the pages; those shared with other rows count here too.
     pub fn bytes(&self) -> usize {
         self.tables.iter().map(Table::bytes).sum()

@@ -1,5 +1,6 @@
 //! One file a command: what it was asked to do, and `run`. Recipes join the parts below and never print.
 pub mod bench;
+pub mod doctor;
 pub mod eval;
 pub mod info;
 pub mod plan;

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use super::sample::SampledRow;
+
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A line worth reading once.
@@ -14,8 +16,12 @@ pub enum Event {
     Step(Progress),
     /// A state was saved there.
     Saved(PathBuf),
+    /// The text of row `number` of `of` comes next.
+    Row { number: usize, of: usize, prompt: String },
     /// Text that was generated, as it comes.
     Text(String),
+    /// The row is whole.
+    RowEnd(Box<SampledRow>),
 }
 
 /// Where a training run stands.
@@ -44,6 +50,11 @@ impl Interrupt {
     /// Asks to stop; true if that was asked before.
     pub fn request(&self) -> bool {
         self.0.swap(true, Relaxed)
+    }
+
+    /// Forgets what was asked.
+    pub fn clear(&self) {
+        self.0.store(false, Relaxed);
     }
 
     pub fn requested(&self) -> bool {

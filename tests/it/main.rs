@@ -12,4 +12,5 @@ mod readme;
 mod reference;
 mod resume;
 mod rule;
+mod sampling;
 mod speed;

@@ -125,6 +125,29 @@ impl<T: Plain> Aligned<T> {
 }
 
 impl<T: Plain> Aligned<T> {
+    /// The piece as bytes, in the machine's order.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: plain numbers without padding, borrowed as the piece is.
+        unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.len * size_of::<T>()) }
+    }
+
+    /// The same to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and every pattern of bytes is a value.
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().cast(), self.len * size_of::<T>()) }
+    }
+
+    /// Keeps the piece in main memory until it is dropped.
+    pub fn lock(&self) -> std::io::Result<()> {
+        let (start, bytes) = (self.bytes().as_ptr(), self.bytes().len());
+        if bytes == 0 {
+            return Ok(());
+        }
+        let start = std::ptr::NonNull::new(start.cast_mut()).expect("a slice's start").cast();
+        // SAFETY: memory of this process; locking changes no content. It ends with the unmapping of the pages.
+        unsafe { nix::sys::mman::mlock(start, bytes) }.map_err(std::io::Error::from)
+    }
+
     /// The piece as memory that several threads may work on; meanwhile nobody may use it in another way.
     #[inline(always)]
     pub(super) fn cells(&self) -> Cells<'_, T> {

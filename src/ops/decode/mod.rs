@@ -83,10 +83,13 @@ impl Layer {
         ]
     }
 
-    /// Numbers in its matrices.
+    pub fn matrices(&self) -> [&Weight; 5] {
+        [&self.qkv_proj, &self.o_proj, &self.gate_proj, &self.up_proj, &self.down_proj]
+    }
+
+    /// Elements of its matrices.
     pub fn parameters(&self) -> usize {
-        let matrices = [&self.qkv_proj, &self.o_proj, &self.gate_proj, &self.up_proj, &self.down_proj];
-        matrices.iter().map(|w| w.outputs() * w.row_len()).sum()
+        self.matrices().iter().map(|w| w.outputs() * w.row_len()).sum()
     }
 }
 
@@ -179,6 +182,22 @@ impl Workspace {
             up: Cells::new(&mut self.up),
             logits: Cells::new(&mut self.logits),
         }
+    }
+
+    /// Memory of all buffers.
+    pub fn bytes(&self) -> usize {
+        let f32s = [
+            &self.x,
+            &self.normed,
+            &self.qkv,
+            &self.query,
+            &self.angles,
+            &self.attention,
+            &self.gate,
+            &self.up,
+            &self.logits,
+        ];
+        4 * f32s.iter().map(|buffer| buffer.capacity()).sum::<usize>() + self.rows.bytes()
     }
 
     /// Bytes of a lane's token vector.

@@ -33,6 +33,13 @@ pub struct Quantization {
     pub start: usize,
 }
 
+impl Default for Quantization {
+    /// 8 bits in groups of 64, from the start.
+    fn default() -> Self {
+        Self { bits: 8, group: 64, start: 0 }
+    }
+}
+
 impl Quantization {
     /// Groups of a head.
     fn groups(self, dim: usize) -> usize {
@@ -68,6 +75,20 @@ impl Page {
                 Page::Bf16(halves) => halves.write(head, slot, key, value),
                 Page::Quantized(page) => page.write(head, slot, key, value),
             }
+        }
+    }
+
+    /// All of it, piece by piece.
+    pub(super) fn pieces(&mut self) -> Vec<&mut [u8]> {
+        match self {
+            Page::F32(halves) => vec![halves.keys.bytes_mut(), halves.values.bytes_mut()],
+            Page::Bf16(halves) => vec![halves.keys.bytes_mut(), halves.values.bytes_mut()],
+            Page::Quantized(page) => vec![
+                page.keys.bytes_mut(),
+                page.values.bytes_mut(),
+                page.key_scales.bytes_mut(),
+                page.value_scales.bytes_mut(),
+            ],
         }
     }
 

@@ -139,6 +139,53 @@ impl Table {
         unsafe { page.head(0, self.heads.dim).1[position % PAGE * self.heads.dim] }
     }
 
+    /// Appends the pages, and which they are, to `bytes`.
+    pub fn write_to(&self, bytes: &mut Vec<u8>) {
+        for number in [self.pinned.len(), self.first, self.recent.len()] {
+            bytes.extend((number as u64).to_le_bytes());
+        }
+        for page in self.pinned.iter().chain(&self.recent) {
+            Page::clone(page).pieces().iter().for_each(|piece| bytes.extend_from_slice(piece));
+        }
+    }
+
+    /// Takes the pages that `write_to` appended for `len` positions from the start of `bytes`, into an empty table made in the
+    /// same way; `None` if they are not there.
+    pub fn read_from(&mut self, bytes: &mut &[u8], len: usize) -> Option<()> {
+        let mut number = || usize::try_from(u64::from_le_bytes(*bytes.split_off(..8)?.first_chunk()?)).ok();
+        let (pinned, first, recent) = (number()?, number()?, number()?);
+        let (most, blocks) = (self.sinks.div_ceil(PAGE), len.div_ceil(PAGE));
+        let seen = (len + 1).saturating_sub(self.window) / PAGE;
+        let whole = pinned == blocks.min(most) && first.checked_add(recent)? == blocks.max(most);
+        if !whole || first < most || first > seen.max(most) {
+            return None;
+        }
+        for block in (0..pinned).chain(first..first + recent) {
+            let quantization = self.quantization.filter(|q| block * PAGE >= q.start);
+            let mut page = Page::new(self.kind, quantization, self.heads);
+            for piece in page.pieces() {
+                piece.copy_from_slice(bytes.split_off(..piece.len())?);
+            }
+            let pages = if block < most { &mut self.pinned } else { &mut self.recent };
+            pages.push_back(Arc::new(page));
+        }
+        self.first = first;
+        Some(())
+    }
+
+    /// Pages of this table's kind that a text of `len` positions takes at most, with so many to take back: bytes.
+    pub fn bytes_at(&self, len: usize, rewind: usize) -> usize {
+        let pinned = self.sinks.div_ceil(PAGE);
+        let blocks = len.div_ceil(PAGE);
+        // The window may begin and end within a page.
+        let recent =
+            blocks.saturating_sub(pinned).min((self.window.saturating_add(rewind)).div_ceil(PAGE).saturating_add(1));
+        let kept = (0..pinned.min(blocks)).chain(blocks - recent..blocks);
+        let size = |quantization| Page::new(self.kind, quantization, self.heads).bytes();
+        let (plain, narrow) = (size(None), size(self.quantization));
+        kept.map(|block| if self.quantization.is_some_and(|q| block * PAGE >= q.start) { narrow } else { plain }).sum()
+    }
+
     /// Memory of the pages, in bytes; shared ones count in each table.
     pub fn bytes(&self) -> usize {
         self.pinned.iter().chain(&self.recent).map(|page| page.bytes()).sum()

@@ -117,6 +117,11 @@ impl Blocks {
         self.n
     }
 
+    /// Keeps it in main memory.
+    pub fn lock(&self) -> std::io::Result<()> {
+        self.data.lock()
+    }
+
     /// Memory of the packed weight, its padding included.
     pub fn bytes(&self) -> usize {
         self.data.len()

@@ -126,6 +126,11 @@ impl<E: Lane> Panels<E> {
         self.n
     }
 
+    /// Keeps it in main memory.
+    pub fn lock(&self) -> std::io::Result<()> {
+        self.data.lock()
+    }
+
     /// Memory of the packed weight, its padding included.
     pub fn bytes(&self) -> usize {
         self.data.len() * 4

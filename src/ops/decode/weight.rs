@@ -105,6 +105,15 @@ impl Weight {
         }
     }
 
+    /// Keeps it in main memory.
+    pub fn lock(&self) -> std::io::Result<()> {
+        match self {
+            Weight::F32(panels) => panels.lock(),
+            Weight::Bf16(panels) => panels.lock(),
+            Weight::Blocks(blocks) => blocks.lock(),
+        }
+    }
+
     /// Copies row `i` of the weight: a token's vector, when the table is the head too.
     pub fn unpack_row(&self, i: usize, row: &mut [f32]) {
         match self {
@@ -137,6 +146,11 @@ impl RowBuffer {
         self.words.resize(rows * width.div_ceil(2), 0);
         self.scales.resize(rows * width.div_ceil(BLOCK), 0.0);
         self.sums.resize(rows * width.div_ceil(BLOCK), 0.0);
+    }
+
+    /// Memory of it.
+    pub fn bytes(&self) -> usize {
+        4 * (self.words.capacity() + self.scales.capacity() + self.sums.capacity())
     }
 
     pub fn cells(&mut self) -> RowCells<'_> {
