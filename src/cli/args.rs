@@ -132,6 +132,8 @@ pub struct SampleArgs {
     pub logprobs: Option<usize>,
     #[command(flatten)]
     pub engine: EngineArgs,
+    #[command(flatten)]
+    pub memory: MemoryArgs,
     /// A smaller model that proposes tokens, or `ngram` for what came before; CHECKPOINT-draft if there is one
     #[arg(long, value_name = "CHECKPOINT")]
     pub draft: Option<PathBuf>,
@@ -211,6 +213,10 @@ pub struct EngineArgs {
     /// First tokens that keep their full type, rounded up to pages of 64
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub kv_quant_start: usize,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct MemoryArgs {
     /// Most memory to take, like 800MB or 2GiB; `auto` fits the cache into what is available
     #[arg(long, value_name = "BYTES")]
     pub memory_budget: Option<String>,
@@ -231,6 +237,8 @@ pub struct DoctorArgs {
     pub context: Option<usize>,
     #[command(flatten)]
     pub engine: EngineArgs,
+    #[command(flatten)]
+    pub memory: MemoryArgs,
 }
 
 #[derive(Debug, Args)]
@@ -252,6 +260,9 @@ pub struct EvalArgs {
     /// New tokens of each window; below the context, windows overlap and every token has more before it
     #[arg(long, value_name = "N")]
     pub stride: Option<usize>,
+    /// With any of these flags, the loss is that of the engine that samples
+    #[command(flatten)]
+    pub engine: EngineArgs,
 }
 
 #[derive(Debug, Args)]

@@ -139,8 +139,8 @@ pub fn sample_config(args: SampleArgs, family: Family) -> Result<SampleConfig> {
         prefill_chunk: args.prefill_chunk,
         save_cache: args.save_cache,
         load_cache: args.load_cache,
-        budget: engine.memory_budget.as_deref().map(Budget::parse).transpose()?,
-        lock_memory: engine.lock_memory,
+        budget: args.memory.memory_budget.as_deref().map(Budget::parse).transpose()?,
+        lock_memory: args.memory.lock_memory,
         family,
     })
 }
@@ -189,8 +189,8 @@ fn doctor_command(args: DoctorArgs, global: &Global, family: Family) -> Result<(
         positions: args.context,
         cache: cache(&args.engine)?,
         kind: args.engine.r#type.as_deref().map(WeightType::named).transpose()?,
-        budget: args.engine.memory_budget.as_deref().map(Budget::parse).transpose()?,
-        lock_memory: args.engine.lock_memory,
+        budget: args.memory.memory_budget.as_deref().map(Budget::parse).transpose()?,
+        lock_memory: args.memory.lock_memory,
         family,
     };
     print(&doctor::run(&config, &mut Terminal::new())?, global, show::doctor)
@@ -220,8 +220,11 @@ fn text_file(path: &Path) -> Result<String> {
 }
 
 fn eval_command(args: EvalArgs, global: &Global, family: Family) -> Result<()> {
-    let EvalArgs { checkpoint, data, whole, validation, context, stride } = args;
-    let config = eval::EvalConfig { checkpoint, data, whole, validation, context, stride, family };
+    let EvalArgs { checkpoint, data, whole, validation, context, stride, engine } = args;
+    let asked = cache(&engine)?;
+    let kind = engine.r#type.as_deref().map(WeightType::named).transpose()?;
+    let engine = (kind.is_some() || asked != CacheSettings::default()).then_some((kind, asked));
+    let config = eval::EvalConfig { checkpoint, data, whole, validation, context, stride, engine, family };
     print(&eval::run(&config, &mut Terminal::new())?, global, show::eval)
 }
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::plan;
 use super::report::{Event, Report};
+use super::sample::{CacheSettings, WeightType};
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::{self, tokens::Tokens, windows};
 use crate::error::{Error, Result};
@@ -25,6 +26,9 @@ pub struct EvalConfig {
     pub context: Option<usize>,
     /// New tokens of each window; below the context, windows overlap.
     pub stride: Option<usize>,
+    /// The loss of the engine that samples, with weights (the checkpoint's own type if not given) and a cache like these,
+    /// instead of that of the model that was trained.
+    pub engine: Option<(Option<WeightType>, CacheSettings)>,
     pub family: Family,
 }
 
@@ -82,8 +86,14 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
         return Err(Error::failed(format!("nothing to evaluate on in {}: {} tokens", request.source, tokens.len()))
             .with_hint("give more text, or --whole to take all of it"));
     }
-    let mut ctx = Ctx::cpu(config.family);
-    let evaluation = eval::evaluate(&mut ctx, &model, windows::held_out(tokens, context, stride))?;
+    let windows = windows::held_out(tokens, context, stride);
+    let evaluation = match config.engine {
+        None => eval::evaluate(&mut Ctx::cpu(config.family), &model, windows)?,
+        Some((kind, cache)) => {
+            let (mut engine, _) = super::sample::open_engine(&place, &tokenizer, kind, config.family)?;
+            eval::evaluate_engine(&mut engine, cache, windows)?
+        }
+    };
     Ok(EvalSummary {
         checkpoint: place,
         data: request.source,

@@ -34,6 +34,14 @@ fn train_eval_score_and_sample_agree() {
     assert_eq!(strided["tokens"], eval["tokens"]);
     assert!(number(&strided, "loss") < number(&eval, "loss"), "more context must help: {strided} {eval}");
 
+    // The engine computes the same loss, and nearly the same with narrower weights and caches.
+    for (more, bound) in [(&["--type", "f32"][..], 1e-4), (&["--kv-bits", "8"], 0.01), (&["--type", "q8_0"], 0.02)] {
+        let engine = place.run(&[&["eval", "run", "--json"], more].concat()).ok().json();
+        assert_eq!((&engine["tokens"], &engine["bytes"]), (&eval["tokens"], &eval["bytes"]));
+        let off = (number(&engine, "loss") - number(&eval, "loss")).abs();
+        assert!(off < bound, "{more:?}: {off}");
+    }
+
     let text = "line 3 says no\nline 4";
     let score = place.run(&["score", "run", "--text", text, "--json"]).ok().json();
     let tokens = score["tokens"].as_array().unwrap();

@@ -26,7 +26,7 @@ pub use crate::nn::cache::{CacheSettings, CacheType, DEFAULT_SINKS, Quantization
 use crate::ops::{ctx::Ctx, simd::Family};
 use crate::tokenizer::Tokenizer;
 use memory::{Budget, Load, Memory};
-pub use models::{DraftChoice, Models};
+pub use models::{DraftChoice, Models, open_engine};
 use prompts::Prompt;
 use settings::Given;
 pub use text::Marks;

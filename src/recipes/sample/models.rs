@@ -99,7 +99,8 @@ fn beside(place: &Path) -> Option<PathBuf> {
     draft.join("config.json").is_file().then_some(draft)
 }
 
-fn open_engine(
+/// The engine of a checkpoint and the type of its weights.
+pub fn open_engine(
     place: &Path,
     tokenizer: &Tokenizer,
     kind: Option<WeightType>,
