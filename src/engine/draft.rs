@@ -206,8 +206,12 @@ fn smooth(average: &mut f64, seconds: f64) {
     *average = if *average == 0.0 { seconds } else { *average + 0.2 * (seconds - *average) };
 }
 
+/// Tokens that `repeated` looks back, so that it takes as long in a long text as in a short one.
+const LOOK_BACK: usize = 4096;
+
 /// What followed the last three, two or one tokens when they came up last before, up to `count` tokens.
 fn repeated(ids: &[u32], count: usize) -> Vec<u32> {
+    let ids = &ids[ids.len().saturating_sub(LOOK_BACK)..];
     for len in (1..=3.min(ids.len().saturating_sub(1))).rev() {
         let (earlier, tail) = (&ids[..ids.len() - 1], &ids[ids.len() - len..]);
         if let Some(at) = earlier.windows(len).rposition(|window| window == tail) {

@@ -3,6 +3,7 @@
 //! Made by `Engine::row`, moved on by `Engine::step`. The ids may be ahead of the cache: those beyond it are pending and
 //! are computed by the next prefill or step. At least one id is always pending: the one that the next token follows.
 
+use super::MAX_PROPOSED;
 use super::sampler::Sampling;
 use crate::error::{Error, Result};
 use crate::nn::cache::{Cache, CacheSettings};
@@ -142,10 +143,13 @@ impl Row {
         }
     }
 
-    /// Becomes a row over `ids`, keeping what is computed of their common start; fails, changing nothing, where that was
-    /// dropped.
+    /// Becomes a row over `ids`, which this row has but for the last few that it was given as proposals, keeping what is
+    /// computed of them; fails, changing nothing, where that was dropped.
     pub(super) fn follow(&mut self, ids: &[u32]) -> Result<()> {
-        let same = self.ids.iter().zip(ids).take_while(|(a, b)| a == b).count();
+        let known = self.ids.len().min(ids.len()).saturating_sub(MAX_PROPOSED + 1);
+        let pairs = self.ids[known..].iter().zip(&ids[known..]);
+        let same = known + pairs.take_while(|(a, b)| a == b).count();
+        debug_assert!(self.ids[..same] == ids[..same], "another text than before");
         let computed = self.cache.len().min(same).min(ids.len() - 1);
         self.cache.truncate(computed)?;
         self.ids.truncate(same);

@@ -37,6 +37,7 @@ fn every_command_of_the_readme_runs() {
         "docs/CONTRIBUTING.md",
         "docs/adding-an-op.md",
         "docs/performance.md",
+        "docs/sampling.md",
         "scripts/speedrun.sh",
     ] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(file);

@@ -47,8 +47,11 @@ impl<T: Tables> Pass<'_, T> {
                     window: &query[head * part..][..part],
                     sinks: if moved { &query[size + head * part..][..part] } else { &[] },
                     position: lane.position,
+                    table,
+                    head,
+                    after,
                 };
-                attend_group(self.family, query, table, head, after, self.attention.part(i * size + head * part, part));
+                attend_group(self.family, query, self.attention.part(i * size + head * part, part));
             }
         }
     }
@@ -94,6 +97,11 @@ struct Query<'a> {
     /// The same rotated for the sinks; empty where that is the same rotation.
     sinks: &'a [f32],
     position: usize,
+    table: &'a Table,
+    /// The key/value head.
+    head: usize,
+    /// The page and head that is looked at next.
+    after: Option<(&'a Page, usize)>,
 }
 
 /// The visible slots of a block: those before `sinks` and those in `start..end`.
@@ -118,32 +126,20 @@ impl Visible {
     }
 }
 
-/// The heads of `query` over all visible blocks; `out` (G, D). `after` is the page and head that is looked at next.
-fn attend_group(
-    family: Family,
-    query: Query,
-    table: &Table,
-    head: usize,
-    after: Option<(&Page, usize)>,
-    out: &mut [f32],
-) {
-    match table.kind() {
-        CacheType::F32 => walk_group::<f32>(family, query, table, head, after, out),
-        CacheType::Bf16 => walk_group::<Bf16x2>(family, query, table, head, after, out),
+/// The heads of `query` over all visible blocks; `out` (G, D).
+fn attend_group(family: Family, query: Query, out: &mut [f32]) {
+    match query.table.kind() {
+        CacheType::F32 => walk_group::<f32>(family, query, out),
+        CacheType::Bf16 => walk_group::<Bf16x2>(family, query, out),
     }
 }
 
-fn walk_group<E: Stored>(
-    family: Family,
-    query: Query,
-    table: &Table,
-    head: usize,
-    after: Option<(&Page, usize)>,
-    out: &mut [f32],
-) {
+fn walk_group<E: Stored>(family: Family, query: Query, out: &mut [f32]) {
+    let Query { table, head, after, .. } = query;
     let dim = table.heads().dim;
     let (mut window, mut sinks) = ([E::default(); MAX_DIM], [E::default(); MAX_DIM]);
     let (window, sinks) = (&mut window[..dim.div_ceil(E::STEPS)], &mut sinks[..dim.div_ceil(E::STEPS)]);
+    // Room for one head of a quantised page.
     let mut expanded = Vec::new();
     for (i, out) in out.chunks_exact_mut(dim).enumerate() {
         convert(family, &query.window[i * dim..][..dim], window);
@@ -156,7 +152,6 @@ fn walk_group<E: Stored>(
             window,
             sinks: if query.sinks.is_empty() { None } else { Some(sinks) },
             head,
-            expanded: &mut expanded,
             max: f32::NEG_INFINITY,
             sum: 0.0,
             out,
@@ -172,7 +167,7 @@ fn walk_group<E: Stored>(
             let more = block < query.position / PAGE;
             let next = if more { table.page(block + 1).map(|page| (page, head)) } else { after };
             let page = table.page(block).expect("visible positions were written and are kept");
-            walk.block(page, next, visible);
+            walk.block(page, next, visible, &mut expanded);
             block += 1;
         }
         divide(family, walk.out, walk.sum);
@@ -214,8 +209,6 @@ struct Walk<'a, E> {
     window: &'a [E],
     sinks: Option<&'a [E]>,
     head: usize,
-    /// Room for one head of a quantised page.
-    expanded: &'a mut Vec<E>,
     max: f32,
     sum: f32,
     out: &'a mut [f32],
@@ -224,9 +217,8 @@ struct Walk<'a, E> {
 impl<E: Stored> Walk<'_, E> {
     /// Adds the visible positions of a block. While one half of it is worked on, the other and then `next` are on their
     /// way from memory.
-    fn block(&mut self, page: &Page, next: Option<(&Page, usize)>, visible: Visible) {
+    fn block(&mut self, page: &Page, next: Option<(&Page, usize)>, visible: Visible, room: &mut Vec<E>) {
         let dim = self.out.len();
-        let room = &mut std::mem::take(self.expanded);
         // SAFETY: what a pass writes to pages is written before anybody looks at it.
         let (keys, values) = unsafe {
             match (E::of(page), page) {
@@ -257,7 +249,6 @@ impl<E: Stored> Walk<'_, E> {
             self.accumulate(&weights, values, next, 0..sinks);
         }
         self.accumulate(&weights, values, next, if sinks < start { start } else { 0 }..end);
-        *self.expanded = std::mem::take(room);
     }
 
     /// out += the sum of weight times value over `slots`, in order; what else lies in their elements has a weight of zero.
