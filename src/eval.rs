@@ -4,10 +4,8 @@
 //! the same number. Sums are f64, in window order.
 
 use crate::data::windows::Window;
-use crate::engine::Engine;
 use crate::error::Result;
 use crate::model::gpt::{Batch, Gpt};
-use crate::nn::cache::CacheSettings;
 use crate::ops::cross_entropy::IGNORE;
 use crate::ops::{ctx::Ctx, storage};
 
@@ -59,28 +57,6 @@ pub fn evaluate(ctx: &mut Ctx, model: &Gpt, windows: impl Iterator<Item = Window
     }
     // Its shapes are not those of a training step: what they left in the free list would only lie there.
     ctx.trim();
-    Ok(total)
-}
-
-/// The same with the engine that samples, whose weights and cache may be narrower than those that were trained.
-pub fn evaluate_engine(
-    engine: &mut Engine,
-    cache: CacheSettings,
-    windows: impl Iterator<Item = Window>,
-) -> Result<Evaluation> {
-    let (mut total, vocab) = (Evaluation::default(), engine.config().vocab_size);
-    for window in windows {
-        total.bytes += window.bytes as u64;
-        engine.logits(&window.inputs, cache, |first, logits| {
-            for (logits, target) in logits.chunks(vocab).zip(&window.targets[first..]).filter(|(_, t)| **t != IGNORE) {
-                let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
-                total.nll += sum.ln() + f64::from(most - logits[*target as usize]);
-                total.tokens += 1;
-            }
-            Ok(())
-        })?;
-    }
     Ok(total)
 }
 

@@ -37,7 +37,7 @@ pub enum Command {
     /// Train a model: without arguments, preset tiny on the built-in stories
     Train(TrainArgs),
     /// Continue a prompt
-    Sample(SampleArgs),
+    Sample(Box<SampleArgs>),
     /// Loss, perplexity and bits per byte of a checkpoint on a text
     Eval(EvalArgs),
     /// The log-probability of every token of a text

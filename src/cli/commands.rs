@@ -37,7 +37,7 @@ pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
     let pool = pool.map_err(|e| Error::failed(format!("starting {threads} threads: {e}")))?;
     pool.install(|| match cli.command {
         Command::Train(args) => train_command(args, &global, family, interrupt),
-        Command::Sample(args) => sample_command(args, &global, family, interrupt),
+        Command::Sample(args) => sample_command(*args, &global, family, interrupt),
         Command::Eval(args) => eval_command(args, &global, family),
         Command::Score(args) => score_command(args, &global, family),
         Command::Data(DataCommand::Info { source, validation, tokenizer }) => {

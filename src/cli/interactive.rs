@@ -121,7 +121,7 @@ fn command_line(
         Error::usage(first.trim_start_matches("error: ").to_owned())
     })?;
     let Command::Sample(args) = cli.command else { unreachable!("the words say sample") };
-    let changed = sample_config(args, config.family)?;
+    let changed = sample_config(*args, config.family)?;
     Generation::default().sampling(&changed.sampling).validate()?;
     let is_set = |name: &str| next.iter().any(|(other, _)| other == name);
     config.sampling = changed.sampling.or(&start.sampling);

@@ -7,6 +7,7 @@ use super::report::{Event, Report};
 use super::sample::{CacheSettings, WeightType};
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::{self, tokens::Tokens, windows};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::eval;
 use crate::model::gpt::{Batch, Gpt};
@@ -91,7 +92,7 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
         None => eval::evaluate(&mut Ctx::cpu(config.family), &model, windows)?,
         Some((kind, cache)) => {
             let (mut engine, _) = super::sample::open_engine(&place, &tokenizer, kind, config.family)?;
-            eval::evaluate_engine(&mut engine, cache, windows)?
+            evaluate_engine(&mut engine, cache, windows)?
         }
     };
     Ok(EvalSummary {
@@ -105,6 +106,30 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
         entropy_bpb: corpus.entropy_bpb,
         source_bpb: corpus.source_bpb.filter(|_| !config.whole),
     })
+}
+
+/// `eval::evaluate` with the engine that samples, whose weights and cache may be narrower than those that were trained.
+fn evaluate_engine(
+    engine: &mut Engine,
+    cache: CacheSettings,
+    windows: impl Iterator<Item = windows::Window>,
+) -> Result<eval::Evaluation> {
+    let (mut total, vocab) = (eval::Evaluation::default(), engine.config().vocab_size);
+    for window in windows {
+        total.bytes += window.bytes as u64;
+        engine.logits(&window.inputs, cache, |first, logits| {
+            for (logits, target) in
+                logits.chunks(vocab).zip(&window.targets[first..]).filter(|(_, t)| **t != windows::IGNORE)
+            {
+                let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
+                total.nll += sum.ln() + f64::from(most - logits[*target as usize]);
+                total.tokens += 1;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(total)
 }
 
 /// The data of the checkpoint's own run, or the text that was named, cut as the run cut it.

@@ -28,7 +28,7 @@ use crate::tokenizer::Tokenizer;
 use memory::{Budget, Load, Memory};
 pub use models::{DraftChoice, Models, open_engine};
 use prompts::Prompt;
-use settings::Given;
+use settings::{Generation, Given};
 pub use text::Marks;
 use text::Output;
 
@@ -215,7 +215,8 @@ fn check(config: &SampleConfig) -> Result<()> {
     if texts.into_iter().any(String::is_empty) {
         return Err(Error::usage("an empty text cannot be looked for").with_hint("leave that --stop or --hide out"));
     }
-    Ok(())
+    Generation::default().sampling(&config.sampling).validate()?;
+    config.cache.validate()
 }
 
 /// The rows to sample.

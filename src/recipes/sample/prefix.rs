@@ -41,7 +41,7 @@ pub fn save(path: &Path, origin: &Origin, row: &Row) -> Result<()> {
     row.write_cache(&mut bytes);
     let digest = Sha256::digest(&bytes);
     bytes.extend(digest);
-    atomic::write(path, &bytes.as_slice())
+    atomic::write(path, &bytes[..])
 }
 
 /// Reads a row back, for the engine that `origin` describes.
