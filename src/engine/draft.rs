@@ -46,12 +46,14 @@ pub struct Draft {
     rounds: usize,
 }
 
-/// Proposals at a time until enough was measured.
+/// The first rounds: without proposals, the first of them unmeasured since everything is cold, then with so many.
+const PLAIN_ROUNDS: usize = 4;
+const FIRST_ROUNDS: usize = 6;
 const FIRST: usize = 4;
-/// Choices among these: enough to be near the best, few enough to be measured soon.
-const CHOICES: [usize; 7] = [0, 1, 2, 3, 4, 6, 8];
-/// Every so many rounds another number of proposals is tried, since times and texts change.
-const TRIAL: usize = 24;
+/// The most that is chosen.
+const MOST: usize = 16;
+/// Every so many rounds another number than the best is tried, since times and texts change.
+const TRIAL: usize = 32;
 
 impl Draft {
     /// `tokens` proposals at a time, or as many as pay off.
@@ -101,7 +103,7 @@ impl Draft {
         let pending: usize = rows.iter().map(|(.., row)| row.pending()).sum();
         let mut refs: Vec<&mut Row> = rows.iter_mut().map(|(.., row)| &mut **row).collect();
         let taken = target.advance(&mut refs, &proposed)?;
-        if pending == rows.len() {
+        if pending == rows.len() && self.rounds > 0 {
             let seconds = start.elapsed().as_secs_f64();
             smooth(&mut self.target_seconds[longest], seconds);
             if longest == 0 {
@@ -114,7 +116,7 @@ impl Draft {
             self.counts.proposed += proposed.len();
             // The ones after a refused one were not judged.
             let judged = (taken + 1).min(proposed.len());
-            let weight = 0.02 * judged as f64;
+            let weight = (0.04 * judged as f64).min(0.5);
             self.acceptance += weight * (*taken as f64 / judged as f64 - self.acceptance);
         }
         self.rounds += 1;
@@ -165,20 +167,41 @@ impl Draft {
 
     /// How many proposals make the most tokens a second, by what was measured.
     fn choose(&self) -> usize {
-        if self.rounds < 8 {
-            return if self.rounds < 2 { 0 } else { FIRST };
+        if self.rounds < PLAIN_ROUNDS + FIRST_ROUNDS {
+            return if self.rounds < PLAIN_ROUNDS { 0 } else { FIRST };
         }
-        if self.rounds % TRIAL < 2 {
-            // In turn, so that each has a recent time.
-            return CHOICES[self.rounds / TRIAL % CHOICES.len()];
-        }
-        let measured = |tokens: usize| Some(self.target_seconds[tokens]).filter(|seconds| *seconds > 0.0);
         let rate = |tokens: usize| {
             let expected: f64 = (0..=tokens as i32).map(|i| self.acceptance.powi(i)).sum();
-            measured(tokens).map(|seconds| expected / (seconds + tokens as f64 * self.draft_seconds))
+            expected / (self.target_seconds_for(tokens) + tokens as f64 * self.draft_seconds)
         };
-        let best = CHOICES.into_iter().filter_map(|tokens| Some((tokens, rate(tokens)?)));
-        best.max_by(|a, b| a.1.total_cmp(&b.1)).map_or(FIRST, |(tokens, _)| tokens)
+        let best = (0..=MOST).max_by(|a, b| rate(*a).total_cmp(&rate(*b))).unwrap_or(FIRST);
+        match (self.rounds % TRIAL, self.rounds / TRIAL % 3) {
+            (0, 0) => 0,
+            (0, 1) => (best + 2).min(MOST),
+            (0, _) => best.saturating_sub(2),
+            _ => best,
+        }
+    }
+
+    /// The time of a pass with so many proposals a row: measured, or on the line through the two measured numbers around it.
+    fn target_seconds_for(&self, tokens: usize) -> f64 {
+        let measured = |tokens: &usize| self.target_seconds[*tokens] > 0.0;
+        let seconds = |tokens: usize| self.target_seconds[tokens];
+        if measured(&tokens) {
+            return seconds(tokens);
+        }
+        let below: Vec<usize> = (0..tokens).rev().filter(measured).take(2).collect();
+        let above = (tokens + 1..=MAX_PROPOSED).find(measured);
+        match (below[..].first(), above.or(below.get(1).copied())) {
+            (Some(&a), Some(b)) => {
+                let slope = (seconds(b) - seconds(a)) / (b as f64 - a as f64);
+                // More tokens never take less time.
+                seconds(a) + slope.max(0.0) * (tokens as f64 - a as f64)
+            }
+            (Some(&a), None) => seconds(a),
+            (None, Some(b)) => seconds(b),
+            (None, None) => f64::MAX,
+        }
     }
 }
 
@@ -225,6 +248,23 @@ fn repeated(ids: &[u32], count: usize) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_number_of_proposals_follows_times_and_acceptance() {
+        let mut draft = Draft::new(Source::Ngram, None).unwrap();
+        draft.rounds = 101;
+        (draft.target_seconds[0], draft.target_seconds[4], draft.draft_seconds) = (1.0, 1.2, 0.05);
+        assert!((draft.target_seconds_for(2) - 1.1).abs() < 1e-9 && (draft.target_seconds_for(8) - 1.4).abs() < 1e-9);
+        let mut choices = [0.05, 0.5, 0.8, 0.95].map(|acceptance| {
+            draft.acceptance = acceptance;
+            draft.choose()
+        });
+        assert!(choices[0] == 0 && choices.is_sorted() && choices[3] > 8, "{choices:?}");
+        // A draft that takes as long as the model is of no use.
+        draft.draft_seconds = 1.0;
+        choices[0] = draft.choose();
+        assert_eq!(choices[0], 0);
+    }
 
     #[test]
     fn the_last_earlier_occurrence_of_the_longest_end_is_continued() {

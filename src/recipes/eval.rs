@@ -91,7 +91,7 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
     let evaluation = match config.engine {
         None => eval::evaluate(&mut Ctx::cpu(config.family), &model, windows)?,
         Some((kind, cache)) => {
-            let (mut engine, _) = super::sample::open_engine(&place, &tokenizer, kind, config.family)?;
+            let (mut engine, _) = super::sample::open_engine(&Ctx::cpu(config.family), &place, &tokenizer, kind)?;
             evaluate_engine(&mut engine, cache, windows)?
         }
     };

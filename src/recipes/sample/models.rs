@@ -54,16 +54,18 @@ impl Models {
             DraftChoice::Model(path) => Some(checkpoint::resolve(Some(path))?),
             DraftChoice::Beside => beside(&place),
         };
+        // Both work in turn, on the same threads: those of one would keep the cores from the other's.
+        let ctx = Ctx::cpu(family);
         // A draft that does not fit is refused before the large model is loaded.
         let source = match (&draft_place, draft) {
-            (Some(path), _) => Some(Source::Model(Box::new(open_draft(path, &place, &tokenizer, kind, family)?))),
+            (Some(path), _) => Some(Source::Model(Box::new(open_draft(&ctx, path, &place, &tokenizer, kind)?))),
             (None, DraftChoice::Ngram) => Some(Source::Ngram),
             (None, _) => None,
         };
         if let (Some(path), DraftChoice::Beside) = (&draft_place, draft) {
             report.event(Event::Note(format!("with the draft {}", path.display())));
         }
-        let (engine, kind) = open_engine(&place, &tokenizer, kind, family)?;
+        let (engine, kind) = open_engine(&ctx, &place, &tokenizer, kind)?;
         Ok(Self { place, engine, kind, tokenizer, generation, draft: source, draft_place })
     }
 
@@ -101,10 +103,10 @@ fn beside(place: &Path) -> Option<PathBuf> {
 
 /// The engine of a checkpoint and the type of its weights.
 pub fn open_engine(
+    ctx: &Ctx,
     place: &Path,
     tokenizer: &Tokenizer,
     kind: Option<WeightType>,
-    family: Family,
 ) -> Result<(Engine, WeightType)> {
     let folder = ModelFolder::open(place)?;
     if tokenizer.len() > folder.config.vocab_size {
@@ -113,16 +115,16 @@ pub fn open_engine(
     }
     let kind = kind.unwrap_or_else(|| stored_type(&folder));
     let weights = |name: &str, shape: &[usize]| folder.weights.get(name, shape);
-    Ok((Engine::new(Ctx::cpu(family), &folder.config, kind, weights)?, kind))
+    Ok((Engine::new(ctx.fork(), &folder.config, kind, weights)?, kind))
 }
 
 /// Opens a draft and holds its tokens to those of the target.
 fn open_draft(
+    ctx: &Ctx,
     draft: &Path,
     target: &Path,
     tokenizer: &Tokenizer,
     kind: Option<WeightType>,
-    family: Family,
 ) -> Result<Engine> {
     let own = Tokenizer::open(draft)?;
     let wrong = |found: String| {
@@ -146,9 +148,9 @@ fn open_draft(
         return Err(wrong(format!("a vocabulary of {own_size}, padding included, not {size}")));
     }
     // Blocks need rows of whole blocks, which a draft may not have: then it is kept as it is stored.
-    match open_engine(draft, &own, kind, family) {
+    match open_engine(ctx, draft, &own, kind) {
         Ok((engine, _)) => Ok(engine),
-        Err(_) if kind.is_some() => Ok(open_engine(draft, &own, None, family)?.0),
+        Err(_) if kind.is_some() => Ok(open_engine(ctx, draft, &own, None)?.0),
         Err(error) => Err(error),
     }
 }
