@@ -280,30 +280,34 @@ impl Quantized {
     }
 }
 
-/// The number that a code stands for.
+/// The scale and the minimum of a group.
 #[inline(always)]
-fn number(code: u8, scale: u32) -> f32 {
-    f32::from(code) * widen(scale as u16) + widen((scale >> 16) as u16)
-}
-
-/// Code i of D that lie `stride` bytes apart, at `slot`.
-#[inline(always)]
-fn code(bytes: &[u8], bits: usize, dim: usize, i: usize, stride: usize, slot: usize) -> u8 {
-    match (bits, i < dim / 2) {
-        (8, _) => bytes[i * stride + slot],
-        (_, true) => bytes[i * stride + slot] & 15,
-        (_, false) => bytes[(i - dim / 2) * stride + slot] >> 4,
-    }
+fn halves(scale: u32) -> (f32, f32) {
+    (widen(scale as u16), widen((scale >> 16) as u16))
 }
 
 simd_fn! {
 fn expand_keys<S, type E: Stored>(codes: &[u8], scales: &[u32], sizes: (usize, usize, usize), keys: &mut [E]) {
     let (bits, group, dim) = sizes;
-    for (pair, row) in keys.chunks_exact_mut(PAGE).enumerate() {
-        let (first, second) = (pair * E::STEPS, (pair * E::STEPS + 1).min(dim - 1));
-        let of = |i: usize, slot: usize| number(code(codes, bits, dim, i, PAGE, slot), scales[i / group * PAGE + slot]);
-        for slot in 0..PAGE {
-            row[slot] = E::new(of(first, slot), if E::STEPS == 2 { of(second, slot) } else { 0.0 });
+    let (codes, scales) = (codes.as_chunks::<PAGE>().0, scales.as_chunks::<PAGE>().0);
+    let mut rows = [[0f32; PAGE]; 2];
+    for (pair, keys) in keys.as_chunks_mut::<PAGE>().0.iter_mut().enumerate() {
+        for step in 0..E::STEPS {
+            let i = (pair * E::STEPS + step).min(dim - 1);
+            let row = &mut rows[step];
+            match (bits, i < dim / 2) {
+                (8, _) => for j in 0..PAGE { row[j] = f32::from(codes[i][j]); },
+                (_, true) => for j in 0..PAGE { row[j] = f32::from(codes[i][j] & 15); },
+                (_, false) => for j in 0..PAGE { row[j] = f32::from(codes[i - dim / 2][j] >> 4); },
+            }
+            let scales = &scales[i / group];
+            for j in 0..PAGE {
+                let (scale, min) = halves(scales[j]);
+                row[j] = row[j] * scale + min;
+            }
+        }
+        for j in 0..PAGE {
+            keys[j] = E::new(rows[0][j], rows[1][j]);
         }
     }
 }
@@ -313,13 +317,30 @@ simd_fn! {
 fn expand_values<S, type E: Stored>(codes: &[u8], scales: &[u32], sizes: (usize, usize, usize), values: &mut [E]) {
     let (bits, group, dim) = sizes;
     let (bytes, groups) = (dim * bits / 8, dim.div_ceil(group));
-    for (pair, row) in values.chunks_exact_mut(dim).enumerate() {
-        let of = |slot: usize, i: usize| {
-            number(code(&codes[slot * bytes..][..bytes], bits, dim, i, 1, 0), scales[slot * groups + i / group])
-        };
-        let (first, second) = (pair * E::STEPS, pair * E::STEPS + E::STEPS - 1);
-        for i in 0..dim {
-            row[i] = E::new(of(first, i), if E::STEPS == 2 { of(second, i) } else { 0.0 });
+    let mut rows = [[0f32; MAX_DIM]; 2];
+    for (pair, values) in values.chunks_exact_mut(dim).enumerate() {
+        for step in 0..E::STEPS {
+            let slot = pair * E::STEPS + step;
+            let (codes, row) = (&codes[slot * bytes..][..bytes], &mut rows[step][..dim]);
+            if bits == 8 {
+                for (row, code) in row.iter_mut().zip(codes) {
+                    *row = f32::from(*code);
+                }
+            } else {
+                let (low, high) = row.split_at_mut(dim / 2);
+                for ((low, high), code) in low.iter_mut().zip(high).zip(codes) {
+                    (*low, *high) = (f32::from(*code & 15), f32::from(*code >> 4));
+                }
+            }
+            for (row, scale) in row.chunks_mut(group).zip(&scales[slot * groups..][..groups]) {
+                let (scale, min) = halves(*scale);
+                for x in row {
+                    *x = *x * scale + min;
+                }
+            }
+        }
+        for (i, value) in values.iter_mut().enumerate() {
+            *value = E::new(rows[0][i], rows[1][i]);
         }
     }
 }

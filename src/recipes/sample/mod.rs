@@ -154,6 +154,9 @@ impl Session {
         check(config)?;
         let mut models = Models::open(config.checkpoint.as_deref(), config.kind, &config.draft, config.family, report)?;
         models.engine.set_prefill_chunk(config.prefill_chunk)?;
+        if config.draft_tokens.is_some() && models.draft.is_none() {
+            report.event(Event::Warning("there is no draft, so --draft-tokens does nothing".into()));
+        }
         if config.lock_memory {
             models.engines().iter().try_for_each(|engine| engine.lock_memory())?;
         }

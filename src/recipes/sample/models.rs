@@ -47,6 +47,8 @@ impl Models {
         if checkpoint.is_none() {
             report.event(Event::Note(format!("using {}", place.display())));
         }
+        // Says best what is wrong with a folder that is no model.
+        ModelFolder::open(&place)?;
         let tokenizer = Tokenizer::open(&place)?;
         let generation = Generation::open(&place)?;
         let draft_place = match draft {
@@ -126,6 +128,7 @@ fn open_draft(
     tokenizer: &Tokenizer,
     kind: Option<WeightType>,
 ) -> Result<Engine> {
+    let own_size = ModelFolder::open(draft)?.config.vocab_size;
     let own = Tokenizer::open(draft)?;
     let wrong = |found: String| {
         Error::file(draft, format!("a draft with the tokenizer of {}", target.display()), found)
@@ -141,9 +144,7 @@ fn open_draft(
     if own.end_of_text() != tokenizer.end_of_text() {
         return Err(wrong(format!("{} ends a text, not {}", own.end_of_text(), tokenizer.end_of_text())));
     }
-    let sizes = [draft, target].map(|place| ModelFolder::open(place).map(|folder| folder.config.vocab_size));
-    let [own_size, size] = sizes;
-    let (own_size, size) = (own_size?, size?);
+    let size = ModelFolder::open(target)?.config.vocab_size;
     if own_size != size {
         return Err(wrong(format!("a vocabulary of {own_size}, padding included, not {size}")));
     }
