@@ -358,8 +358,9 @@ mod tests {
                     for _ in 0..500 {
                         team.together(1e5, |member| {
                             let share = member.share(8).len();
-                            team.together(1e5, |_| {
-                                sum.fetch_add(share, Relaxed);
+                            // Alone or not, the inner members share it once more.
+                            team.together(1e5, |inner| {
+                                sum.fetch_add(inner.share(share).len(), Relaxed);
                             });
                             member.sync();
                         });

@@ -70,3 +70,24 @@ impl Cells<'_, f32> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_write_their_own_parts_and_then_read_all() {
+        let mut data = vec![1f32; 64];
+        let cells = Cells::new(&mut data);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                // SAFETY: the parts of the threads do not overlap, and nobody reads yet.
+                scope.spawn(move || unsafe { cells.put(thread * 16, &[thread as f32; 16], true) });
+            }
+        });
+        // SAFETY: nobody writes any more.
+        let all = unsafe { cells.read(0, 64) };
+        assert!(all.iter().enumerate().all(|(i, x)| *x == 1.0 + (i / 16) as f32));
+        assert!(std::panic::catch_unwind(|| unsafe { cells.read(60, 5).len() }).is_err(), "past the end");
+    }
+}
