@@ -38,7 +38,7 @@ pub enum Command {
     Train(TrainArgs),
     /// Continue a prompt
     Sample(Box<SampleArgs>),
-    /// Loss, perplexity and bits per byte of a checkpoint on a text
+    /// Loss, perplexity and bits per byte of a checkpoint on a text; with --type or --kv flags, those of sampling
     Eval(EvalArgs),
     /// The log-probability of every token of a text
     Score(ScoreArgs),
