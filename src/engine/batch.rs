@@ -43,6 +43,16 @@ struct Active {
     max_tokens: usize,
 }
 
+impl Active {
+    /// Why the row is at its end, if it is.
+    fn finish(&self) -> Option<Finish> {
+        if self.row.is_finished() {
+            return Some(Finish::Stop);
+        }
+        (self.row.new_ids().len() >= self.max_tokens).then_some(Finish::Length)
+    }
+}
+
 /// A list of jobs on their way.
 pub struct Batch<'e> {
     engine: &'e mut Engine,
@@ -168,12 +178,8 @@ impl<'e> Batch<'e> {
         let bytes = bytes + self.draft.as_ref().map_or(0, Draft::cache_bytes);
         self.peak_cache_bytes = self.peak_cache_bytes.max(bytes);
         for (active, len) in self.active.iter().zip(before) {
-            let finish = match () {
-                () if active.row.is_finished() => Some(Finish::Stop),
-                () if active.row.new_ids().len() >= active.max_tokens => Some(Finish::Length),
-                () => None,
-            };
-            self.ready.push_back(Step { job: active.job, ids: active.row.ids()[len..].to_vec(), finish });
+            let (job, ids, finish) = (active.job, active.row.ids()[len..].to_vec(), active.finish());
+            self.ready.push_back(Step { job, ids, finish });
         }
         Ok(())
     }
@@ -188,11 +194,11 @@ impl Iterator for Batch<'_> {
             if let Some(step) = self.ready.pop_front() {
                 return Some(Ok(step));
             }
-            let ended = |active: &Active| active.row.is_finished() || active.row.new_ids().len() >= active.max_tokens;
             if let Some(draft) = &mut self.draft {
-                self.active.iter().filter(|active| ended(active)).for_each(|active| draft.forget(active.job));
+                let ended = self.active.iter().filter(|active| active.finish().is_some());
+                ended.for_each(|active| draft.forget(active.job));
             }
-            self.active.retain(|active| !ended(active));
+            self.active.retain(|active| active.finish().is_none());
             if self.failed || self.active.is_empty() && self.waiting.is_empty() {
                 return None;
             }

@@ -55,7 +55,8 @@ struct Pass {
 /// The lanes of a pass whose logits are wanted.
 enum Outputs {
     None,
-    LastOfEachRow,
+    /// So many of the last of each row as `Pass::wanted` says.
+    Last,
     All,
 }
 
@@ -189,7 +190,7 @@ impl Engine {
             self.pass.wanted.push(proposals(i).len() + 1);
             row.propose(proposals(i));
         }
-        self.forward(rows, Outputs::LastOfEachRow);
+        self.forward(rows, Outputs::Last);
         let known: Vec<usize> = rows.iter().enumerate().map(|(i, row)| row.ids().len() - proposals(i).len()).collect();
         // Back to what is certain; the keys of the proposed ids stay for those that are confirmed.
         rows.iter_mut().zip(&known).for_each(|(row, known)| row.unpropose(*known));
@@ -282,7 +283,7 @@ impl Engine {
             }));
             match wanted {
                 Outputs::None => {}
-                Outputs::LastOfEachRow => outputs.extend(lanes.len() - last[index]..lanes.len()),
+                Outputs::Last => outputs.extend(lanes.len() - last[index]..lanes.len()),
                 Outputs::All => outputs.extend(lanes.len() - take..lanes.len()),
             }
         }

@@ -123,16 +123,16 @@ impl Model {
         layers.chain([&self.head.lm_head]).try_for_each(Weight::lock)
     }
 
-    /// Runs the lanes through all layers and appends their keys and values to the rows; the lanes' ids must be < V. Returns
-    /// the logits (outputs, V) of some of the lanes.
-    pub fn run<'w>(
+    /// Runs the lanes through all layers and appends their keys and values to the rows; the lanes' ids must be < V. Then
+    /// the workspace holds the logits (outputs, V) of some of the lanes.
+    pub fn run(
         &self,
         ctx: &mut Ctx,
-        ws: &'w mut Workspace,
+        ws: &mut Workspace,
         rows: &mut [&mut Row],
         (lanes, ids): (&[Lane], &[u32]),
         outputs: &[usize],
-    ) -> &'w mut [f32] {
+    ) {
         ws.begin(lanes, outputs, self.head.lm_head.outputs(), ctx.team().threads());
         ws.embed(&self.head, ids);
         lanes.iter().for_each(|lane| rows[lane.row].cache.reserve(lane.position));
@@ -145,7 +145,6 @@ impl Model {
                 pass.head(member, &self.head);
             }
         });
-        ws.logits()
     }
 
     /// Notes the ops of a pass and what they read.

@@ -207,6 +207,22 @@ fn a_step_with_proposals_reads_each_weight_once() {
     assert_eq!(engine.take_counts().weight_bytes, engine.weight_bytes() as u64 + vectors);
 }
 
+/// A prompt that several rows have in common is computed once.
+#[test]
+fn a_shared_prompt_is_computed_once() {
+    let model = config(ModelType::Qwen3, true, &[None, None]);
+    let mut engine = engine(&model, WeightType::F32, 1);
+    let prompt: Vec<u32> = (0..40).collect();
+    let job = |seed| {
+        let sampling = Sampling { seed, ..Sampling::default() };
+        Job { prompt: prompt.clone(), settings: RowSettings { sampling, ..RowSettings::default() }, max_tokens: 3 }
+    };
+    let mut batch = Batch::new(&mut engine, (0..5).map(job).collect(), 2, None).unwrap();
+    (&mut batch).for_each(|step| drop(step.unwrap()));
+    // Of the other four only the last id, which the first new token follows.
+    assert_eq!(batch.prefilled(), 40 + 4);
+}
+
 /// 20,000 tokens through a window of 100 positions with proposals and 8 bits: the memory is that of the window.
 #[test]
 fn memory_is_flat_over_a_long_text_with_every_feature() {

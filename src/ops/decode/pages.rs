@@ -1,6 +1,6 @@
 //! The memory of one layer's keys and values for one row: pages of 64 positions in a table keyed by absolute block.
 //!
-//! Written by `project`, read in place by `attend`; `nn::cache` decides when pages are shared, dropped and cut back.
+//! Written and read in place by `attend`; `nn::cache` decides when pages are shared, dropped and cut back.
 //! Position p is visible to the token at t iff p <= t and (p > t - W or p < S): W the window, S the sinks. Pages are
 //! counted references, so rows can share a prefix; writing to a shared page copies it first. Pages of the sinks are
 //! pinned; the others stand in a queue of consecutive blocks, whose front is dropped as the window moves on.

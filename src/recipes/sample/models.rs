@@ -48,7 +48,7 @@ impl Models {
             report.event(Event::Note(format!("using {}", place.display())));
         }
         // Says best what is wrong with a folder that is no model.
-        ModelFolder::open(&place)?;
+        let vocab_size = ModelFolder::open(&place)?.config.vocab_size;
         let tokenizer = Tokenizer::open(&place)?;
         let generation = Generation::open(&place)?;
         let draft_place = match draft {
@@ -60,7 +60,9 @@ impl Models {
         let ctx = Ctx::cpu(family);
         // A draft that does not fit is refused before the large model is loaded.
         let source = match (&draft_place, draft) {
-            (Some(path), _) => Some(Source::Model(Box::new(open_draft(&ctx, path, &place, &tokenizer, kind)?))),
+            (Some(path), _) => {
+                Some(Source::Model(Box::new(open_draft(&ctx, path, (&place, vocab_size, &tokenizer), kind)?)))
+            }
             (None, DraftChoice::Ngram) => Some(Source::Ngram),
             (None, _) => None,
         };
@@ -120,12 +122,11 @@ pub fn open_engine(
     Ok((Engine::new(ctx.fork(), &folder.config, kind, weights)?, kind))
 }
 
-/// Opens a draft and holds its tokens to those of the target.
+/// Opens a draft and holds its tokens to those of the target: its place, vocabulary and tokenizer.
 fn open_draft(
     ctx: &Ctx,
     draft: &Path,
-    target: &Path,
-    tokenizer: &Tokenizer,
+    (target, vocab_size, tokenizer): (&Path, usize, &Tokenizer),
     kind: Option<WeightType>,
 ) -> Result<Engine> {
     let own_size = ModelFolder::open(draft)?.config.vocab_size;
@@ -144,9 +145,8 @@ fn open_draft(
     if own.end_of_text() != tokenizer.end_of_text() {
         return Err(wrong(format!("{} ends a text, not {}", own.end_of_text(), tokenizer.end_of_text())));
     }
-    let size = ModelFolder::open(target)?.config.vocab_size;
-    if own_size != size {
-        return Err(wrong(format!("a vocabulary of {own_size}, padding included, not {size}")));
+    if own_size != vocab_size {
+        return Err(wrong(format!("a vocabulary of {own_size}, padding included, not {vocab_size}")));
     }
     // Blocks need rows of whole blocks, which a draft may not have: then it is kept as it is stored.
     match open_engine(ctx, draft, &own, kind) {
