@@ -59,7 +59,13 @@ fn products(c: &mut Criterion) {
 
 /// Forward and backward of medium's attention.
 fn attention_of_medium(c: &mut Criterion) {
-    let shape = Attention { batch: 8, seq: 256, heads: Heads { attention: 6, key_value: 6, dim: 64 }, window: None };
+    let shape = Attention {
+        batch: 8,
+        seq: 256,
+        heads: Heads { attention: 6, key_value: 6, dim: 64 },
+        window: None,
+        starts: None,
+    };
     let (n, width) = (shape.batch * shape.seq, shape.heads.attention_size());
     let qkv = storage::tensor(numbers(1, n * shape.heads.qkv_size()), (n, shape.heads.qkv_size()));
     let (dout, dqkv) = (storage::tensor(numbers(2, n * width), (n, width)), qkv.copy().expect("a copy in memory"));

@@ -65,7 +65,7 @@ fn padded(windows: &[Window], context: usize) -> Batch {
     let longest = windows.iter().map(|w| w.inputs.len()).max().unwrap_or(0);
     // Few different lengths, so that buffers are used again.
     let seq = longest.next_multiple_of(64).min(context);
-    let mut batch = Batch { seq, ..Batch::default() };
+    let mut batch = Batch::new(Vec::new(), Vec::new(), seq);
     for window in windows {
         batch.inputs.extend(&window.inputs);
         batch.targets.extend(&window.targets);

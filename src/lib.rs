@@ -12,6 +12,7 @@ pub mod device;
 pub mod engine;
 pub mod error;
 pub mod eval;
+pub mod files;
 pub mod model;
 pub mod nn;
 pub mod ops;

@@ -1,6 +1,5 @@
 //! Runs and models on disk. A model is a Hugging Face folder; a run is one with `steps/` beside it (checkpoints/README.md).
 
-pub mod atomic;
 pub mod config_json;
 pub mod foreign;
 pub mod lock;

@@ -5,10 +5,10 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::atomic::{self, Fill};
 use super::config_json;
 use super::weights::{Tensors, Weights};
 use crate::error::{Error, Result};
+use crate::files::atomic::{self, Fill};
 use crate::model::config::GptConfig;
 use crate::model::gpt::Gpt;
 use crate::nn::parameter::NamedTensor;

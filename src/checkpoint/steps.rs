@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::atomic::{self, Fill, TEMPORARY};
 use super::foreign;
 use super::weights::Weights;
 use crate::error::{Error, Result};
+use crate::files::atomic::{self, Fill, TEMPORARY};
 
 const MANIFEST: &str = "manifest.json";
 /// A step that was written again and has not taken its name yet.

@@ -15,9 +15,9 @@ use parking_lot::Mutex;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use super::atomic::{Fill, Sink};
 use super::foreign;
 use crate::error::{Error, Result};
+use crate::files::atomic::{Fill, Sink};
 use crate::nn::parameter::NamedTensor;
 
 const SINGLE: &str = "model.safetensors";

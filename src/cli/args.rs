@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use super::flags::PresetFlags;
+use super::flags::{DataFlags, PresetFlags};
 
 /// Train small GPTs from scratch on your own machine, and sample from them
 #[derive(Debug, Parser)]
@@ -30,6 +30,9 @@ pub struct Global {
     /// CPU kernels: avx512bf16, avx512, avx2, neon or portable; the fastest that runs here if not given
     #[arg(long, global = true, value_name = "NAME")]
     pub cpu_kernels: Option<String>,
+    /// Never fetch data; use what is in the cache
+    #[arg(long, global = true)]
+    pub offline: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -45,6 +48,9 @@ pub enum Command {
     /// Data sets
     #[command(subcommand)]
     Data(DataCommand),
+    /// Tokenizers: made from a text, and what they do to one
+    #[command(subcommand)]
+    Tokenizer(TokenizerCommand),
     /// The built-in presets as a table, or one of them as TOML
     Presets {
         /// Print this preset's file
@@ -285,16 +291,78 @@ pub struct ScoreArgs {
 
 #[derive(Debug, Subcommand)]
 pub enum DataCommand {
-    /// Size, splits and, where it is known, entropy
+    /// The named sets, and which of them are in the cache
+    List,
+    /// Size, splits and, where it is known, entropy; the card of a set that is not fetched
     Info {
-        /// stories, a file, or a folder of text files
+        /// A set, a card, a file, a folder, or a mixture like wikitext-2:0.7,./my-notes:0.3
         source: String,
-        /// Share that is held out
-        #[arg(long, value_name = "SHARE", default_value_t = 0.1)]
-        validation: f64,
-        /// Count the tokens of this tokenizer.json instead of bytes
-        #[arg(long, value_name = "FILE")]
+        #[command(flatten)]
+        flags: DataFlags,
+    },
+    /// Fetch named sets into the cache
+    Fetch {
+        /// Sets, or cards
+        #[arg(required = true)]
+        names: Vec<String>,
+    },
+    /// Fetch, read and tokenize sources, so that runs find them ready
+    Prepare {
+        /// Sets, cards, files, folders
+        #[arg(required = true)]
+        sources: Vec<String>,
+        #[command(flatten)]
+        flags: DataFlags,
+    },
+    /// The documents of a source as text
+    Show {
+        /// A set, a card, a file or a folder
+        source: String,
+        /// Of the held-out part
+        #[arg(long)]
+        held_out: bool,
+        /// The first document shown, counted from 0
+        #[arg(long, value_name = "N", default_value_t = 0)]
+        first: usize,
+        /// Documents shown
+        #[arg(long, short = 'n', value_name = "N", default_value_t = 3)]
+        count: usize,
+        #[command(flatten)]
+        flags: DataFlags,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub enum TokenizerCommand {
+    /// Make a tokenizer from the training part of a source
+    Train {
+        /// Text to make it from
+        #[arg(long, value_name = "DATA")]
+        data: String,
+        /// Ids at most, of kind bpe
+        #[arg(long, value_name = "N", default_value_t = 4096)]
+        vocab: usize,
+        /// bpe: pairs of bytes that come often; characters: each one of the text, and bytes for others
+        #[arg(long, value_name = "KIND", default_value = "bpe")]
+        kind: String,
+        /// Folder for tokenizer.json and tokenizer_config.json
+        #[arg(long, short, value_name = "DIR", default_value = "tokenizer")]
+        out: PathBuf,
+        #[command(flatten)]
+        flags: DataFlags,
+    },
+    /// What a tokenizer has, and how it splits a text
+    Show {
+        /// A tokenizer.json, its folder, a model folder, or bytes; the newest run's if not given
         tokenizer: Option<PathBuf>,
+        /// Split this text
+        #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+        text: Option<String>,
+        /// Count the bytes a token of this source
+        #[arg(long, value_name = "DATA")]
+        data: Option<String>,
+        #[command(flatten)]
+        flags: DataFlags,
     },
 }
 

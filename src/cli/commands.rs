@@ -8,8 +8,9 @@ use serde::Serialize;
 
 use super::args::{
     BenchArgs, BenchCommand, Cli, Command, DataCommand, DoctorArgs, EngineArgs, EvalArgs, Global, SampleArgs,
-    SamplingArgs, ScoreArgs, TrainArgs,
+    SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
 };
+use super::flags::DataFlags;
 use super::terminal::{Terminal, out};
 use super::{flags, show};
 use crate::device;
@@ -22,7 +23,7 @@ use crate::recipes::sample::prompts::{self, Prompt};
 use crate::recipes::sample::settings::Given;
 use crate::recipes::sample::{CacheSettings, CacheType, DraftChoice, Marks, Quantization, SampleConfig, WeightType};
 use crate::recipes::train::TrainConfig;
-use crate::recipes::{bench, doctor, eval, info, plan, sample, train};
+use crate::recipes::{bench, data, doctor, eval, inspect, plan, sample, tokenizer, train};
 
 /// Runs one command to its end.
 pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
@@ -40,11 +41,10 @@ pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
         Command::Sample(args) => sample_command(*args, &global, family, interrupt),
         Command::Eval(args) => eval_command(args, &global, family),
         Command::Score(args) => score_command(args, &global, family),
-        Command::Data(DataCommand::Info { source, validation, tokenizer }) => {
-            print(&info::data(&source, validation, tokenizer.as_ref())?, &global, show::data)
-        }
+        Command::Data(command) => data_command(command, &global),
+        Command::Tokenizer(command) => tokenizer_command(command, &global),
         Command::Presets { preset } => presets(preset.as_deref(), &global),
-        Command::Inspect { checkpoint } => print(&info::inspect(checkpoint.as_ref())?, &global, show::inspection),
+        Command::Inspect { checkpoint } => print(&inspect::inspect(checkpoint.as_ref())?, &global, show::inspection),
         Command::Doctor(args) => doctor_command(args, &global, family),
         Command::Bench(command) => bench_command(command, &global, family),
         Command::Completions { shell } => {
@@ -78,11 +78,14 @@ fn train_command(args: TrainArgs, global: &Global, family: Family, interrupt: &I
         out: args.out,
         resume: args.resume,
         init_from: args.init_from,
+        offline: global.offline,
         family,
     };
     let mut terminal = Terminal::new();
     if args.dry_run {
-        return print(&plan::dry_run(&config, &mut terminal)?, global, show::dry_run);
+        let plan = plan::dry_run(&config, &mut terminal, interrupt);
+        terminal.finish();
+        return print(&plan?, global, show::dry_run);
     }
     let summary = train::run(&config, &mut terminal, interrupt);
     terminal.finish();
@@ -219,12 +222,60 @@ fn text_file(path: &Path) -> Result<String> {
     })
 }
 
+fn data_command(command: DataCommand, global: &Global) -> Result<()> {
+    let offline = global.offline;
+    let config =
+        |source, flags: &DataFlags| Ok::<_, Error>(data::DataConfig { source, given: flags.checked()?, offline });
+    let mut terminal = Terminal::new();
+    match command {
+        DataCommand::List => print(&data::list(), global, show::data_list),
+        DataCommand::Info { source, flags } => {
+            print(&data::info(&config(source, &flags)?, &mut terminal)?, global, show::data)
+        }
+        DataCommand::Fetch { names } => {
+            let fetched: Vec<_> =
+                names.iter().map(|name| data::fetch(name, offline, &mut terminal)).collect::<Result<_>>()?;
+            print(&fetched, global, |all| all.iter().for_each(show::fetched))
+        }
+        DataCommand::Prepare { sources, flags } => {
+            let configs: Vec<_> = sources.into_iter().map(|source| config(source, &flags)).collect::<Result<_>>()?;
+            let prepared: Vec<_> =
+                configs.iter().map(|config| data::prepare(config, &mut terminal)).collect::<Result<_>>()?;
+            print(&prepared, global, |all| all.iter().for_each(show::data))
+        }
+        DataCommand::Show { source, held_out, first, count, flags } => {
+            let config = data::ShowConfig { data: config(source, &flags)?, held_out, first, count };
+            print(&data::show(&config, &mut terminal)?, global, show::documents)
+        }
+    }
+}
+
+fn tokenizer_command(command: TokenizerCommand, global: &Global) -> Result<()> {
+    let offline = global.offline;
+    let config =
+        |source, flags: &DataFlags| Ok::<_, Error>(data::DataConfig { source, given: flags.checked()?, offline });
+    let mut terminal = Terminal::new();
+    match command {
+        TokenizerCommand::Train { data, vocab, kind, out, flags } => {
+            let kind = tokenizer::Kind::named(&kind)?;
+            let config = tokenizer::TrainConfig { data: config(data, &flags)?, kind, vocab, out };
+            print(&tokenizer::train(&config, &mut terminal)?, global, show::tokenizer_trained)
+        }
+        TokenizerCommand::Show { tokenizer: path, text, data, flags } => {
+            let data = data.map(|source| config(source, &flags)).transpose()?;
+            let config = tokenizer::ShowConfig { tokenizer: path, text, data };
+            print(&tokenizer::show(&config, &mut terminal)?, global, show::tokenizer)
+        }
+    }
+}
+
 fn eval_command(args: EvalArgs, global: &Global, family: Family) -> Result<()> {
     let EvalArgs { checkpoint, data, whole, validation, context, stride, engine } = args;
     let asked = cache(&engine)?;
     let kind = engine.r#type.as_deref().map(WeightType::named).transpose()?;
     let engine = (kind.is_some() || asked != CacheSettings::default()).then_some((kind, asked));
-    let config = eval::EvalConfig { checkpoint, data, whole, validation, context, stride, engine, family };
+    let offline = global.offline;
+    let config = eval::EvalConfig { checkpoint, data, whole, validation, context, stride, engine, offline, family };
     print(&eval::run(&config, &mut Terminal::new())?, global, show::eval)
 }
 

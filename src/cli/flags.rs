@@ -7,10 +7,24 @@ use crate::preset::{BUILT_IN, Preset};
 
 /// (flag, preset key, help).
 pub const FLAGS: &[(&str, &str, &str)] = &[
-    ("data", "data.source", "Data to train on: stories (built in), a file, or a folder of text files"),
+    (
+        "data",
+        "data.source",
+        "Data to train on: sets (`gpt data list`), files and folders, mixed by weights: wikitext-2:0.7,./my-notes:0.3",
+    ),
     ("validation", "data.validation", "Share of the data held out for validation"),
     ("data-bytes", "data.bytes", "stories: bytes of training text"),
     ("allow-binary", "data.allow_binary", "Train on files that are not text, too"),
+    ("invalid-utf8", "data.invalid_utf8", "Bytes that are not UTF-8: replace (and count), or refuse"),
+    ("line-endings", "data.line_endings", "keep, or lf: CR LF becomes LF"),
+    ("field", "data.field", "Field or column of jsonl, csv and parquet that is the text"),
+    ("separator", "data.separator", "Text between documents of a plain file, such as <|endoftext|>"),
+    ("deduplicate", "data.deduplicate", "Leave out documents that came before"),
+    (
+        "pack",
+        "data.pack",
+        "Documents in a window: across (each sees those before it), within (none sees another), off (one a window)",
+    ),
     ("tokenizer", "tokenizer.file", "A tokenizer.json, or bytes"),
     ("steps", "train.steps", "Length of the run in optimizer steps"),
     ("epochs", "train.epochs", "Length of the run in passes over the data"),
@@ -61,7 +75,7 @@ pub const FLAGS: &[(&str, &str, &str)] = &[
 ];
 
 /// The flags whose keys are true or false.
-const SWITCHES: [&str; 3] = ["allow-binary", "tie-word-embeddings", "recompute"];
+const SWITCHES: [&str; 4] = ["allow-binary", "deduplicate", "tie-word-embeddings", "recompute"];
 
 /// What was typed for preset keys, not looked at yet.
 #[derive(Clone, Debug, Default)]
@@ -130,12 +144,8 @@ fn heading(key: &str) -> &'static str {
 
 impl FromArgMatches for PresetFlags {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let typed = |(flag, key, _): &(&str, &str, &str)| {
-            let value = matches.get_one::<String>(flag)?.clone();
-            Some(Given { flag: format!("--{flag}"), key: (*key).to_owned(), value })
-        };
         let set = matches.get_many::<String>("set").into_iter().flatten().cloned().collect();
-        Ok(Self { flags: FLAGS.iter().filter_map(typed).collect(), set })
+        Ok(Self { flags: FLAGS.iter().filter_map(|row| typed(matches, row)).collect(), set })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -144,15 +154,67 @@ impl FromArgMatches for PresetFlags {
     }
 }
 
+/// Adds flags of the table to a command.
+fn augment<'a>(
+    command: Command,
+    flags: impl Iterator<Item = &'a (&'static str, &'static str, &'static str)>,
+) -> Command {
+    flags.fold(command, |command, (flag, key, help)| {
+        let name = key.rsplit('.').next().unwrap_or(key);
+        let arg = Arg::new(*flag).long(*flag).value_name(name).help(*help).help_heading(heading(key));
+        let arg = arg.allow_negative_numbers(true);
+        // A switch may stand alone: `--recompute` is `--recompute true`.
+        command.arg(if SWITCHES.contains(flag) { arg.num_args(0..=1).default_missing_value("true") } else { arg })
+    })
+}
+
+/// The flags that say how data are read, for commands that train nothing.
+#[derive(Clone, Debug, Default)]
+pub struct DataFlags(Vec<Given>);
+
+impl DataFlags {
+    /// (key, value) of all settings, if every one is of its type.
+    pub fn checked(&self) -> Result<Vec<(String, String)>> {
+        checked(&self.0)
+    }
+
+    fn table() -> impl Iterator<Item = &'static (&'static str, &'static str, &'static str)> {
+        let is_data = |key: &str| key.starts_with("tokenizer.") || key.starts_with("data.");
+        let elsewhere = ["data.source", "data.pack"];
+        FLAGS.iter().filter(move |(_, key, _)| is_data(key) && !elsewhere.contains(key))
+    }
+}
+
+impl FromArgMatches for DataFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        Ok(Self(Self::table().filter_map(|row| typed(matches, row)).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl Args for DataFlags {
+    fn augment_args(command: Command) -> Command {
+        augment(command, Self::table())
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+/// What was typed for a flag, if it was.
+fn typed(matches: &ArgMatches, (flag, key, _): &(&str, &str, &str)) -> Option<Given> {
+    let value = matches.try_get_one::<String>(flag).ok()??.clone();
+    Some(Given { flag: format!("--{flag}"), key: (*key).to_owned(), value })
+}
+
 impl Args for PresetFlags {
     fn augment_args(command: Command) -> Command {
-        let command = FLAGS.iter().fold(command, |command, (flag, key, help)| {
-            let name = key.rsplit('.').next().unwrap_or(key);
-            let arg = Arg::new(*flag).long(*flag).value_name(name).help(*help).help_heading(heading(key));
-            let arg = arg.allow_negative_numbers(true);
-            // A switch may stand alone: `--recompute` is `--recompute true`.
-            command.arg(if SWITCHES.contains(flag) { arg.num_args(0..=1).default_missing_value("true") } else { arg })
-        });
+        let command = augment(command, FLAGS.iter());
         let set = Arg::new("set").long("set").value_name("KEY=VALUE").action(ArgAction::Append);
         command.arg(set.help("Any preset key, such as model.rope_theta=50000").help_heading("Run"))
     }

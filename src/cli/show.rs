@@ -4,11 +4,13 @@ use super::terminal::{err, out};
 use crate::error::Result;
 use crate::preset::{BUILT_IN, Preset};
 use crate::recipes::bench::BenchSummary;
+use crate::recipes::data::{DataInfo, Fetched, List, Shown};
 use crate::recipes::doctor::Diagnosis;
 use crate::recipes::eval::{EvalSummary, ScoreSummary};
-use crate::recipes::info::{DataInfo, Inspection};
+use crate::recipes::inspect::Inspection;
 use crate::recipes::plan::DryRun;
 use crate::recipes::sample::SampleSummary;
+use crate::recipes::tokenizer;
 use crate::recipes::train::TrainSummary;
 
 /// "1h02m", "3m20s", "45s".
@@ -212,9 +214,22 @@ pub fn score(s: &ScoreSummary) {
 }
 
 pub fn data(d: &DataInfo) {
-    out(&format!("{}: {}, {} tokens\n", d.name, bytes(d.bytes), d.tokens));
+    if let Some(card) = &d.card {
+        out(&format!("{}\nlicence {}\n", card.title, card.licence));
+        card.homepage.iter().for_each(|page| out(&format!("see     {page}\n")));
+        card.notes.iter().for_each(|notes| out(&format!("{notes}\n")));
+        if !card.fetched {
+            let size = d.bytes.map_or(String::new(), |n| format!(", about {} of text", bytes(n)));
+            out(&format!("not fetched yet{size}: gpt data fetch {}\n", d.name));
+            return;
+        }
+    }
+    let tokens = d.tokens.unwrap_or(0);
+    out(&format!("{}: {}, {tokens} tokens\n", d.name, bytes(d.bytes.unwrap_or(0))));
+    let several = d.splits.iter().any(|s| s.source != d.splits[0].source);
     for s in &d.splits {
-        out(&format!("  {:<12}{} in {} documents, {} tokens\n", s.name, bytes(s.bytes), s.documents, s.tokens));
+        let name = if several { format!("{} {}", s.source, s.name) } else { s.name.to_owned() };
+        out(&format!("  {name:<12} {} in {} documents, {} tokens\n", bytes(s.bytes), s.documents, s.tokens));
     }
     if let (Some(entropy), Some(source), Some([bits, length, longest])) = (d.entropy_bpb, d.source_bpb, d.story) {
         out(&format!(
@@ -223,6 +238,51 @@ pub fn data(d: &DataInfo) {
         ));
     }
     out(&format!("begins:\n{}\n", d.beginning));
+}
+
+/// The named sets as a table.
+pub fn data_list(list: &List) {
+    out("set             text       in the cache  what\n");
+    for set in &list.sets {
+        let size = set.text_bytes.map_or("-".to_owned(), bytes);
+        let fetched = if set.fetched { "yes" } else { "no" };
+        out(&format!("{:<15} {size:<10} {fetched:<13} {}\n", set.name, set.title));
+    }
+    out(&format!("\nThe cache is {} ({} names another).\n", list.cache.display(), crate::recipes::data::CACHE));
+}
+
+pub fn fetched(f: &Fetched) {
+    f.files.iter().for_each(|file| out(&format!("{}\n", file.display())));
+}
+
+/// Documents with a line between them.
+pub fn documents(shown: &Shown) {
+    for (i, document) in shown.documents.iter().enumerate() {
+        out(&format!("{}{document}\n", if i > 0 { "---\n" } else { "" }));
+    }
+}
+
+pub fn tokenizer_trained(t: &tokenizer::TrainSummary) {
+    out(&format!(
+        "{} ids from {}, {:.3} bytes a token, in {}\nnext: gpt train --tokenizer {}\n",
+        t.vocab_size,
+        bytes(t.bytes),
+        t.bytes_per_token,
+        duration(t.seconds),
+        t.out.display()
+    ));
+}
+
+pub fn tokenizer(t: &tokenizer::Shown) {
+    out(&format!("{}: {} ids, the text ends with {}\n", t.tokenizer.display(), t.vocab_size, t.end_of_text));
+    t.bytes_per_token.iter().for_each(|n| out(&format!("{n:.3} bytes a token\n")));
+    match &t.tokens {
+        Some(tokens) => tokens.iter().for_each(|(id, text)| out(&format!("{id:6} {text:?}\n"))),
+        None => {
+            out("longest tokens:\n");
+            t.longest.iter().for_each(|(id, text)| out(&format!("{id:6} {text:?}\n")));
+        }
+    }
 }
 
 /// The table of built-in presets.

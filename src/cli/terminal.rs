@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::show::{duration, rate};
-use crate::recipes::report::{Event, Progress, Report};
+use super::show::{bytes, duration, rate};
+use crate::recipes::report::{Event, Preparation, Report, StepProgress};
 use crate::recipes::sample::SampledRow;
 
 /// Shows events as they come: a bar where there is a terminal, a plain line every so often where there is none.
@@ -79,7 +79,7 @@ impl Terminal {
         }
     }
 
-    fn step(&mut self, p: Progress) {
+    fn step(&mut self, p: StepProgress) {
         self.last_validation = p.val_loss.or(self.last_validation);
         let text = fields(&p, self.last_validation);
         if self.on_terminal {
@@ -92,6 +92,31 @@ impl Terminal {
         if due || p.val_loss.is_some() || p.skipped || p.step == p.steps {
             self.last_line = Some(Instant::now());
             err(&format!("step {}/{} {text}", p.step, p.steps));
+        }
+    }
+
+    /// A bar of bytes with their speed and the time left; without a terminal a line when it begins and every so often.
+    fn prepare(&mut self, preparation: Option<Preparation>) {
+        let Some(Preparation { what, done, total }) = preparation else {
+            // Preparation is over, but what comes next may be the bar of a run.
+            self.bar.take().into_iter().for_each(|bar| bar.finish_and_clear());
+            self.last_line = None;
+            return;
+        };
+        if self.on_terminal {
+            let bar = self.bar.get_or_insert_with(|| bytes_bar(total));
+            bar.set_message(what);
+            bar.set_position(done);
+            return;
+        }
+        // Short work is done before anybody reads of it.
+        let due = self.last_line.is_some_and(|at| at.elapsed() >= EVERY);
+        if self.last_line.is_none() || due {
+            self.last_line = Some(Instant::now());
+            if due {
+                let of = total.map_or(String::new(), |total| format!(" of {}", bytes(total)));
+                err(&format!("{what}: {}{of}", bytes(done)));
+            }
         }
     }
 
@@ -111,6 +136,7 @@ impl Report for Terminal {
             Event::Note(text) => self.line(&text),
             Event::Warning(text) => self.line(&format!("{} {text}", paint("33;1", "warning:"))),
             Event::Step(progress) => self.step(progress),
+            Event::Preparing(preparation) => self.prepare(preparation),
             Event::Saved(_) => {}
             Event::Row { number, of, prompt } => self.row(number, of, prompt),
             Event::Text(text) => self.text(&text),
@@ -127,8 +153,19 @@ fn bar(steps: u64) -> ProgressBar {
     bar
 }
 
+fn bytes_bar(total: Option<u64>) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr_with_hz(8));
+    let template = match total {
+        Some(_) => "{bar:10} {bytes}/{total_bytes} {bytes_per_sec} {eta} left {wide_msg}",
+        None => "{bytes} {bytes_per_sec} {wide_msg}",
+    };
+    let style = ProgressStyle::with_template(template).expect("the templates are constant");
+    bar.set_style(style.progress_chars("█▌░"));
+    bar
+}
+
 /// Loss, validation loss, time left, speed, learning rate: all of them fit beside five-digit steps in 80 columns.
-fn fields(p: &Progress, validation: Option<f64>) -> String {
+fn fields(p: &StepProgress, validation: Option<f64>) -> String {
     let validation = validation.map_or(String::new(), |v| format!(" val {v:.4}"));
     format!(
         "loss {:.4}{validation} {} left {} tok/s lr {:.1e}{}",
@@ -177,7 +214,7 @@ mod tests {
 
     #[test]
     fn every_field_fits_beside_five_digit_steps_in_80_columns() {
-        let progress = Progress {
+        let progress = StepProgress {
             step: 10_000,
             steps: 20_000,
             loss: 10.1234,

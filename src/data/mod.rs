@@ -1,47 +1,182 @@
 //! From a name or a path to token ids in two splits. Called by the recipes.
+//!
+//!     source -> card, download -> archive -> encoding, format -> store (text) -> encode, token_file -> tokens -> windows
 
+pub mod archive;
+pub mod card;
+pub mod download;
+pub mod encode;
+pub mod encoding;
+pub mod format;
+mod markup;
+pub mod numbers;
+mod parquet;
+pub mod place;
+pub mod progress;
+pub mod source;
+pub mod store;
 pub mod stories;
 pub mod text;
+pub mod token_file;
 pub mod tokens;
 pub mod windows;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::tokenizer::Tokenizer;
+use card::Card;
+use download::Patience;
+use encoding::Invalid;
+use format::Note;
+use place::Place;
+use progress::Progress;
+use store::{Notes, Text};
+use text::{Input, Inputs, Splits};
 use tokens::Tokens;
+use windows::{Window, Windows};
 
 /// Where the text comes from and how it is cut.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
-    /// `stories`, a file, or a folder.
+    /// Sources as `--data` takes them: names of sets, cards, files and folders, with weights.
     pub source: String,
-    /// The share held out; for stories their number is fixed.
-    pub validation: f64,
     /// stories: bytes of training text.
     pub bytes: u64,
-    /// Take files that are not text.
-    pub any_bytes: bool,
+    pub reading: Reading,
+    /// Never ask a server.
+    pub offline: bool,
+    pub place: Place,
 }
 
-/// A data set ready to train on.
+/// How files become documents.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Reading {
+    /// The share held out, from the end, of what has no splits of its own.
+    pub validation: f64,
+    /// Take what is not text, too.
+    pub any_bytes: bool,
+    /// What is done about bytes that are not UTF-8, unless any are taken.
+    pub invalid: Invalid,
+    pub line_endings: LineEndings,
+    /// The field or column of jsonl, csv and parquet that is the text.
+    pub field: String,
+    /// Text between documents of a plain file; empty for none.
+    pub separator: String,
+    /// Leave out documents that came before.
+    pub deduplicate: bool,
+    pub cleaning: Cleaning,
+}
+
+impl Reading {
+    pub fn invalid(&self) -> Invalid {
+        if self.any_bytes { Invalid::Keep } else { self.invalid }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub enum LineEndings {
+    #[default]
+    Keep,
+    /// CR LF becomes LF.
+    Lf,
+}
+
+impl LineEndings {
+    pub fn named(name: &str) -> Result<Self> {
+        match name {
+            "keep" => Ok(Self::Keep),
+            "lf" => Ok(Self::Lf),
+            _ => Err(Error::usage(format!("line endings `{name}`")).with_hint("--line-endings takes keep or lf")),
+        }
+    }
+}
+
+/// What a card says is taken away from its texts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cleaning {
+    #[default]
+    None,
+    /// Header and licence of Project Gutenberg.
+    Gutenberg,
+}
+
+/// How documents share windows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pack {
+    /// A window holds several, and each sees those before it.
+    #[default]
+    Across,
+    /// A window holds several, and none sees another.
+    Within,
+    /// A window holds one.
+    Off,
+}
+
+impl Pack {
+    pub fn named(name: &str) -> Result<Self> {
+        match name {
+            "across" => Ok(Self::Across),
+            "within" => Ok(Self::Within),
+            "off" => Ok(Self::Off),
+            _ => Err(Error::usage(format!("packing `{name}`")).with_hint("--pack takes across, within or off")),
+        }
+    }
+}
+
+/// A data set, or a mixture of them, ready to train on.
 #[derive(Clone, Debug)]
 pub struct Corpus {
     pub name: String,
-    pub train: Tokens,
-    pub validation: Tokens,
+    pub sources: Vec<Source>,
     /// Bits a byte that the source cannot be compressed below, where it is known.
     pub entropy_bpb: Option<f64>,
     /// Exact -log2 p of the held-out text under its source, over its bytes.
     pub source_bpb: Option<f64>,
-    /// Things worth telling: skipped files.
-    pub notes: Vec<String>,
 }
 
-/// The named data sets, built in.
-pub const NAMED: [&str; 1] = ["stories"];
+/// One source of a mixture.
+#[derive(Clone, Debug)]
+pub struct Source {
+    pub name: String,
+    pub weight: Option<f64>,
+    pub train: Tokens,
+    pub validation: Tokens,
+}
+
+impl Corpus {
+    /// Training windows of all sources, mixed by their weights.
+    pub fn windows(&self, context: usize, seed: u64, pack: Pack) -> Windows {
+        let sources: Vec<_> = self.sources.iter().map(|s| (&s.train, s.weight)).collect();
+        Windows::new(&sources, context, seed, pack)
+    }
+
+    /// Windows over the held-out text of all sources, one source after the other.
+    pub fn held_out(&self, context: usize, stride: usize) -> impl Iterator<Item = Window> + '_ {
+        self.sources.iter().flat_map(move |s| windows::held_out(&s.validation, context, stride))
+    }
+
+    /// Windows over the training text of all sources, in its order.
+    pub fn in_order(&self, context: usize, stride: usize) -> impl Iterator<Item = Window> + '_ {
+        self.sources.iter().flat_map(move |s| windows::held_out(&s.train, context, stride))
+    }
+
+    pub fn train_tokens(&self) -> usize {
+        self.sources.iter().map(|s| s.train.len()).sum()
+    }
+
+    pub fn validation_tokens(&self) -> usize {
+        self.sources.iter().map(|s| s.validation.len()).sum()
+    }
+
+    /// Whether any source has documents.
+    pub fn has_documents(&self) -> bool {
+        self.sources.iter().any(|s| s.train.has_documents())
+    }
+}
 
 /// Training and held-out stories come from seeds of their own.
 const STORIES_TRAIN: u64 = 1;
@@ -50,99 +185,155 @@ const STORIES_HELD_OUT: u64 = 2;
 /// Held-out stories: their mean -log2 p is known to about half a percent.
 pub const HELD_OUT_STORIES: u64 = 500;
 
-/// Reads, cuts and tokenizes.
-pub fn open(request: &Request, tokenizer: &Tokenizer) -> Result<Corpus> {
-    if !(0.0..1.0).contains(&request.validation) {
-        return Err(Error::usage(format!("a held-out share of {}", request.validation))
+/// Fetches what is missing, reads, cuts and tokenizes.
+pub fn open(request: &Request, tokenizer: &Tokenizer, progress: &mut dyn Progress) -> Result<Corpus> {
+    let validation = request.reading.validation;
+    if !(0.0..1.0).contains(&validation) {
+        return Err(Error::usage(format!("a held-out share of {validation}"))
             .with_hint("--validation takes a number from 0 up to, not including, 1"));
     }
-    if request.source == "stories" {
-        return stories_corpus(request.bytes, tokenizer);
+    let sources = source::parse(&request.source)?;
+    if let [one] = &sources[..]
+        && one.name == "stories"
+    {
+        return stories_corpus(request, tokenizer, progress);
     }
-    let path = Path::new(&request.source);
-    if !path.exists() && !request.source.contains(['/', '.']) {
-        let known = crate::error::nearest(&request.source, NAMED);
-        let hint = known.unwrap_or_else(|| format!("give a file, a folder, or one of: {}", NAMED.join(", ")));
-        return Err(Error::usage(format!("no data set, file or folder `{}`", request.source)).with_hint(hint));
+    let mut opened = Vec::new();
+    for source::Weighted { name, weight } in sources {
+        let (train, validation) = match name.as_str() {
+            "stories" => {
+                let stories = stories_corpus(request, tokenizer, progress)?.sources.swap_remove(0);
+                (stories.train, stories.validation)
+            }
+            _ => one_source(&name, request, tokenizer, progress)?,
+        };
+        opened.push(Source { name: short(&name), weight, train, validation });
     }
-    let reading =
-        text::Reading { validation: request.validation, any_bytes: request.any_bytes, utf8: !tokenizer.is_bytes() };
-    let splits = text::read(path, reading)?;
-    let text = [&splits.train, &splits.validation].into_iter().flatten().map(Vec::len).sum::<usize>() as u64;
-    let documents = (splits.train.len() + splits.validation.len()) as u64;
-    let tokens = |documents: Vec<Vec<u8>>| tokenize(documents, splits.documents, tokenizer);
-    let (train, validation) = (tokens(splits.train)?, tokens(splits.validation)?);
-    let mut notes = Vec::new();
-    if splits.skipped > 0 {
-        notes.push(format!("{} files of {} are not text and were left out", splits.skipped, path.display()));
-    }
-    let told = train.text_bytes() + validation.text_bytes();
-    // Sentencepiece puts a space before each text; more than that is text that the tokenizer changes.
-    if told.abs_diff(text) > documents {
-        notes.push(format!("the tokens stand for {told} bytes of the {text} in the text; bits per byte count those"));
-    }
-    Ok(Corpus {
-        name: path.file_stem().map_or_else(|| request.source.clone(), |s| s.to_string_lossy().into_owned()),
-        train,
-        validation,
-        entropy_bpb: None,
-        source_bpb: None,
-        notes,
-    })
+    let names: Vec<&str> = opened.iter().map(|s| s.name.as_str()).collect();
+    Ok(Corpus { name: names.join("+"), sources: opened, entropy_bpb: None, source_bpb: None })
 }
 
-fn stories_corpus(bytes: u64, tokenizer: &Tokenizer) -> Result<Corpus> {
-    let mut documents = Vec::new();
-    let (mut total, mut index) = (0, 0);
-    while total < bytes {
-        let story = stories::story(STORIES_TRAIN, index);
-        total += story.text.len() as u64;
-        index += 1;
-        documents.push(story.text.into_bytes());
+/// A set's name, or the last part of a path.
+pub fn short(name: &str) -> String {
+    let path = Path::new(name);
+    path.file_stem().map_or_else(|| name.to_owned(), |stem| stem.to_string_lossy().into_owned())
+}
+
+fn one_source(
+    name: &str,
+    request: &Request,
+    tokenizer: &Tokenizer,
+    progress: &mut dyn Progress,
+) -> Result<(Tokens, Tokens)> {
+    let splits = splits(name, request, progress)?;
+    let Splits { train, validation, documents, notes } = splits;
+    tell(name, &notes, progress);
+    let mut tokens = |text: &Text| encode::tokens(text, documents, tokenizer, &request.place, progress);
+    let (train_tokens, validation_tokens) = (tokens(&train)?, tokens(&validation)?);
+    let text = (train.bytes.len() + validation.bytes.len()) as u64;
+    let told = train_tokens.text_bytes() + validation_tokens.text_bytes();
+    // Sentencepiece puts a space before each text; more than that is text that the tokenizer changes.
+    if told.abs_diff(text) > (train.ends.len() + validation.ends.len()) as u64 {
+        progress.note(format!(
+            "{name}: the tokens stand for {told} bytes of the {text} in the text; bits per byte count those"
+        ));
+    }
+    Ok((train_tokens, validation_tokens))
+}
+
+/// The text of a set, file or folder, in two splits.
+pub fn splits(name: &str, request: &Request, progress: &mut dyn Progress) -> Result<Splits> {
+    match card::find(name)? {
+        Some(card) => {
+            let reading = Reading {
+                cleaning: card.cleaning,
+                separator: card.separator.clone(),
+                field: card.field.clone(),
+                ..request.reading.clone()
+            };
+            let source = fetched(&card, request, progress)?;
+            text::read(&source, &reading, &request.place, progress)
+        }
+        None if !Path::new(name).exists() && !name.contains(['/', '.']) => Err(card::unknown(name)),
+        None => text::read(&text::source(Path::new(name))?, &request.reading, &request.place, progress),
+    }
+}
+
+/// The files of a card, in the cache.
+pub fn fetched(card: &Card, request: &Request, progress: &mut dyn Progress) -> Result<text::Source> {
+    let mut paths: Vec<(&str, PathBuf)> = Vec::new();
+    for file in &card.file {
+        let path = download::fetch(card, file, &request.place, request.offline, Patience::default(), progress)?;
+        paths.push((&file.name, path));
+    }
+    let path = |name: &str| {
+        let found = paths.iter().find(|(file, _)| *file == name).map(|(_, path)| path.clone());
+        found.expect("a card's splits name files of it, which `Card::parse` checked")
+    };
+    let one = |input: Input| Inputs { files: vec![input], lenient: false, skipped: 0 };
+    if let Some(splits) = &card.splits {
+        let part = |part: &card::Part| one(Input { path: path(&part.file), member: part.member.clone() });
+        return Ok(text::Source::Cut(part(&splits.train), part(&splits.validation)));
+    }
+    let files = card.file.iter().map(|file| Input { path: path(&file.name), member: file.member.clone() });
+    let files: Vec<Input> = files.collect();
+    match &files[..] {
+        [] => Err(Error::usage(format!("{} has no files", card.name)).with_hint("name the files in its card")),
+        [single] => Ok(text::Source::Whole(one(single.clone()))),
+        _ => Ok(text::Source::Whole(Inputs { files, lenient: false, skipped: 0 })),
+    }
+}
+
+/// Says what was left out or replaced.
+fn tell(name: &str, notes: &Notes, progress: &mut dyn Progress) {
+    for (note, count) in notes {
+        progress.note(match note {
+            Note::Replaced => format!("{name}: {count} bytes that are not UTF-8 were replaced by U+FFFD"),
+            Note::Lacking => format!("{name}: {count} records without the field were left out"),
+            Note::Duplicates => format!("{name}: {count} documents that came before were left out"),
+            Note::Skipped => format!("{name}: {count} files that are not text were left out"),
+        });
+    }
+}
+
+fn stories_corpus(request: &Request, tokenizer: &Tokenizer, progress: &mut dyn Progress) -> Result<Corpus> {
+    let (mut train, mut ends) = (Vec::new(), Vec::new());
+    while (train.len() as u64) < request.bytes {
+        let story = stories::story(STORIES_TRAIN, ends.len() as u64);
+        train.extend_from_slice(story.text.as_bytes());
+        ends.push(train.len() as u64);
     }
     let held_out: Vec<_> = (0..HELD_OUT_STORIES).map(|i| stories::story(STORIES_HELD_OUT, i)).collect();
     let bits: f64 = held_out.iter().map(|s| s.bits).sum();
-    let length: usize = held_out.iter().map(|s| s.text.len()).sum();
-    let held_out = held_out.into_iter().map(|s| s.text.into_bytes()).collect();
-    let tokens = |documents| tokenize(documents, true, tokenizer);
+    let (mut text, mut held_out_ends) = (Vec::new(), Vec::new());
+    for story in held_out {
+        text.extend_from_slice(story.text.as_bytes());
+        held_out_ends.push(text.len() as u64);
+    }
+    let source_bpb = bits / text.len() as f64;
+    let mut tokens =
+        |text, ends: Vec<u64>| encode::tokens(&Text::new(text, ends), true, tokenizer, &request.place, progress);
+    let (train, validation) = (tokens(train, ends)?, tokens(text, held_out_ends)?);
+    let source = Source { name: "stories".into(), weight: None, train, validation };
     Ok(Corpus {
         name: "stories".into(),
-        train: tokens(documents)?,
-        validation: tokens(held_out)?,
+        sources: vec![source],
         entropy_bpb: Some(stories::source().entropy_bpb()),
-        source_bpb: Some(bits / length as f64),
-        notes: Vec::new(),
+        source_bpb: Some(source_bpb),
     })
 }
 
-fn tokenize(mut documents: Vec<Vec<u8>>, separate: bool, tokenizer: &Tokenizer) -> Result<Tokens> {
-    if tokenizer.is_bytes() {
-        let lengths = documents.iter().map(Vec::len);
-        let ends = lengths.scan(0, |at, n| {
-            *at += n;
-            Some(*at)
-        });
-        let ends = if separate { ends.collect() } else { Vec::new() };
-        // One text is taken as it is, not copied.
-        let text = if documents.len() == 1 { documents.swap_remove(0) } else { documents.concat() };
-        return Ok(Tokens::bytes(text, ends, tokenizer.end_of_text()));
-    }
-    let encode = |text: &Vec<u8>| {
-        let text = std::str::from_utf8(text).map_err(|e| Error::failed(format!("text that is not UTF-8: {e}")))?;
-        tokenizer.encode(text)
-    };
-    let ids: Result<Vec<_>> = documents.par_iter().map(encode).collect();
-    Ok(Tokens::ids(ids?, separate, tokenizer.end_of_text(), tokenizer.byte_lengths()))
-}
-
-/// Refuses a split too short for one window of `context`, and says what would fit.
-pub fn require_window(split: &str, tokens: &Tokens, context: usize) -> Result<()> {
+/// Refuses a source too short for one window of `context`, and says what would fit.
+pub fn require_window(name: &str, tokens: &Tokens, context: usize) -> Result<()> {
     // A window of documents may be filled up; plain text must hold one and its last target.
     let needed = if tokens.has_documents() { 2 } else { context + 1 };
     if tokens.len() >= needed {
         return Ok(());
     }
-    let what = format!("the {split} split has {} tokens; a window of context {context} needs {needed}", tokens.len());
+    let what = format!(
+        "the training split of {name} has {} tokens; a window of context {context} needs {needed}",
+        tokens.len()
+    );
     Err(Error::failed(what).with_hint(match tokens.len() {
         0 | 1 => "give more text, or hold out another share with --validation".to_owned(),
         n => format!("give more text, or use --context {} or less", n - 1),
@@ -152,35 +343,75 @@ pub fn require_window(split: &str, tokens: &Tokens, context: usize) -> Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
+    use progress::Quiet;
 
-    #[test]
-    fn stories_come_framed_and_with_their_entropy() {
-        let request = Request { source: "stories".into(), validation: 0.1, bytes: 20_000, any_bytes: false };
-        let corpus = open(&request, &Tokenizer::bytes()).unwrap();
-        assert!(corpus.train.text_bytes() >= 20_000 && corpus.train.has_documents());
-        assert_eq!(corpus.validation.documents().count() as u64, HELD_OUT_STORIES);
-        let (entropy, source) = (corpus.entropy_bpb.unwrap(), corpus.source_bpb.unwrap());
-        assert!((source / entropy - 1.0).abs() < 0.02, "source {source}, entropy {entropy}");
-        assert_ne!(corpus.train.slice(0..200), corpus.validation.slice(0..200));
-    }
-
-    #[test]
-    fn unknown_names_and_short_texts_say_what_would_work() {
-        let request = |source: &str| Request { source: source.into(), validation: 0.1, bytes: 0, any_bytes: false };
-        let error = open(&request("storis"), &Tokenizer::bytes()).unwrap_err();
-        assert_eq!((error.exit_code(), error.hint().unwrap().contains("stories")), (2, true));
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("a.txt");
-        for (length, context, fits) in [(0, 8, false), (1, 8, false), (8, 8, false), (9, 8, true), (10, 8, true)] {
-            std::fs::write(&path, "x".repeat(length + 1)).unwrap();
-            let corpus =
-                open(&Request { validation: 0.0, ..request(path.to_str().unwrap()) }, &Tokenizer::bytes()).unwrap();
-            assert_eq!(require_window("training", &corpus.train, context).is_ok(), fits || length + 1 == context + 1);
+    fn request(source: &str, place: &Path) -> Request {
+        Request {
+            source: source.into(),
+            bytes: 20_000,
+            reading: Reading { validation: 0.1, field: "text".into(), ..Reading::default() },
+            offline: true,
+            place: Place::new(place),
         }
     }
 
     #[test]
+    fn stories_come_framed_and_with_their_entropy() {
+        let dir = tempfile::tempdir().unwrap();
+        let corpus = open(&request("stories", dir.path()), &Tokenizer::bytes(), &mut Quiet).unwrap();
+        let [source] = &corpus.sources[..] else { panic!("one source") };
+        assert!(source.train.text_bytes() >= 20_000 && source.train.has_documents());
+        assert_eq!(source.validation.documents().count() as u64, HELD_OUT_STORIES);
+        let (entropy, source_bpb) = (corpus.entropy_bpb.unwrap(), corpus.source_bpb.unwrap());
+        assert!((source_bpb / entropy - 1.0).abs() < 0.02, "source {source_bpb}, entropy {entropy}");
+        assert_ne!(source.train.slice(0..200), source.validation.slice(0..200));
+    }
+
+    #[test]
+    fn unknown_names_and_short_texts_say_what_would_work() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = open(&request("storis", dir.path()), &Tokenizer::bytes(), &mut Quiet).unwrap_err();
+        assert_eq!((error.exit_code(), error.hint().unwrap().contains("stories")), (2, true));
+        let path = dir.path().join("a.txt");
+        for (length, context, fits) in [(0, 8, false), (1, 8, false), (8, 8, false), (9, 8, true), (10, 8, true)] {
+            std::fs::write(&path, "x".repeat(length + 1)).unwrap();
+            let mut request = request(path.to_str().unwrap(), dir.path());
+            request.reading.validation = 0.0;
+            let corpus = open(&request, &Tokenizer::bytes(), &mut Quiet).unwrap();
+            let fits = fits || length + 1 == context + 1;
+            assert_eq!(require_window("a", &corpus.sources[0].train, context).is_ok(), fits);
+        }
+    }
+
+    #[test]
+    fn a_mixture_opens_every_source_and_names_the_one_that_fails() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        std::fs::write(path("a.txt"), "a".repeat(100)).unwrap();
+        std::fs::write(path("b.jsonl"), "{\"text\": \"b\"}\n".repeat(30)).unwrap();
+        let mixed = format!("{}:3,stories:1,{}:2", path("a.txt"), path("b.jsonl"));
+        let corpus = open(&request(&mixed, dir.path()), &Tokenizer::bytes(), &mut Quiet).unwrap();
+        assert_eq!(corpus.name, "a+stories+b");
+        let weights: Vec<_> = corpus.sources.iter().map(|s| s.weight.unwrap()).collect();
+        assert_eq!(weights, [3.0, 1.0, 2.0]);
+        assert!(corpus.has_documents() && corpus.entropy_bpb.is_none());
+        let error = open(&request(&format!("{},none", path("a.txt")), dir.path()), &Tokenizer::bytes(), &mut Quiet);
+        assert!(error.unwrap_err().to_string().contains("`none`"));
+    }
+
+    #[test]
     fn tokens_that_stand_for_less_than_the_text_are_told() {
+        struct Notes(String);
+        impl Progress for Notes {
+            fn begin(&mut self, _: &str, _: Option<u64>) {}
+            fn at(&mut self, _: u64) -> Result<()> {
+                Ok(())
+            }
+            fn end(&mut self) {}
+            fn note(&mut self, text: String) {
+                self.0 += &text;
+            }
+        }
         // The byte tokenizer in another spelling is a tokenizer.json; it takes the name of a special token for the token.
         let dir = tempfile::tempdir().unwrap();
         let json = dir.path().join("tokenizer.json");
@@ -190,13 +421,15 @@ mod tests {
         let path = dir.path().join("a.txt");
         let opened = |text: &str| {
             std::fs::write(&path, text).unwrap();
-            let source = path.to_str().unwrap().to_owned();
-            open(&Request { source, validation: 0.5, bytes: 0, any_bytes: false }, &tokenizer).unwrap()
+            let mut request = request(path.to_str().unwrap(), dir.path());
+            request.reading.validation = 0.5;
+            let mut notes = Notes(String::new());
+            let corpus = open(&request, &tokenizer, &mut notes).unwrap();
+            (corpus.sources[0].train.text_bytes() + corpus.sources[0].validation.text_bytes(), notes.0)
         };
         let plain = opened("émoji 😀 and 漢字, all of it");
-        assert_eq!(plain.train.text_bytes() + plain.validation.text_bytes(), std::fs::metadata(&path).unwrap().len());
-        assert!(plain.notes.is_empty());
-        let note = opened("a<|endoftext|>b and then the other half is here").notes.concat();
+        assert_eq!(plain, (std::fs::metadata(&path).unwrap().len(), String::new()));
+        let (_, note) = opened("a<|endoftext|>b and then the other half is here");
         assert!(note.contains("bytes of the 47 in the text"), "{note}");
     }
 }

@@ -1,129 +1,306 @@
-//! Text from a file or a folder, and its two splits.
+//! The text of files, folders and archives, and its two splits. Called by `data::open`.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
+use sha2::{Digest, Sha256};
+
+use super::archive::{self, Meter};
+use super::encoding;
+use super::format::{self, Documents, Format, Note};
+use super::numbers::Numbers;
+use super::place::Place;
+use super::progress::Progress;
+use super::store::{Begun, Notes, SMALL, Store, Text};
+use super::{LineEndings, Reading};
 use crate::error::{Error, Result};
+use crate::files::atomic;
 
-/// The documents of the two splits. One plain file is one document.
-#[derive(Debug, Default)]
+/// The documents of the two splits.
+#[derive(Debug)]
 pub struct Splits {
-    pub train: Vec<Vec<u8>>,
-    pub validation: Vec<Vec<u8>>,
-    /// Whether the source had several documents.
+    pub train: Text,
+    pub validation: Text,
+    /// Whether the source has documents; one plain text is none.
     pub documents: bool,
-    /// Files of a folder that were passed over because they are not text.
-    pub skipped: usize,
+    pub notes: Notes,
 }
 
-/// How a source is read.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Reading {
-    /// The share held out, from the end.
-    pub validation: f64,
-    /// Take what is not text, too.
-    pub any_bytes: bool,
-    /// Refuse a single byte that is not UTF-8: tokenizers of characters cannot take it.
-    pub utf8: bool,
+/// Files that are read one after the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inputs {
+    pub files: Vec<Input>,
+    /// Whether files that are not text are left out instead of refused.
+    pub lenient: bool,
+    /// Links to nowhere, pipes and the like that were passed over.
+    pub skipped: u64,
 }
 
-/// Reads a file or all text files below a folder and cuts off the held-out share.
-pub fn read(path: &Path, reading: Reading) -> Result<Splits> {
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Input {
+    pub path: PathBuf,
+    /// The one member of an archive that is meant; all of them if none is named.
+    pub member: Option<String>,
+}
+
+impl Inputs {
+    pub fn file(path: &Path) -> Self {
+        Self { files: vec![Input { path: path.to_owned(), member: None }], lenient: false, skipped: 0 }
+    }
+}
+
+/// What is read of a source, before anything is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// To be cut in two.
+    Whole(Inputs),
+    /// Already cut: training and held-out text.
+    Cut(Inputs, Inputs),
+}
+
+/// The files of a path: itself, the two splits of a folder that has files named so, or all files below a folder.
+pub fn source(path: &Path) -> Result<Source> {
     let kind = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
-    if kind.is_dir() { folder(path, reading) } else { file(path, reading) }
-}
-
-fn file(path: &Path, reading: Reading) -> Result<Splits> {
-    let text = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
-    if text.is_empty() {
-        return Err(Error::file(path, "text", "an empty file"));
+    if !kind.is_dir() {
+        return Ok(Source::Whole(Inputs::file(path)));
     }
-    if !reading.any_bytes
-        && let Some(what) = not_text(&text)
-    {
-        let hint = match utf16(&text) {
-            true => "save it as UTF-8; or --allow-binary trains on any bytes",
-            false => "--allow-binary trains on any bytes",
+    let mut found = Found::default();
+    found.collect(path)?;
+    let top = |names: &[&str]| {
+        let is = |file: &&PathBuf| {
+            let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            file.parent() == Some(path) && names.contains(&name.split('.').next().unwrap_or_default())
         };
-        return Err(Error::file(path, "text", what).with_hint(hint));
+        found.files.iter().find(is)
+    };
+    if let (Some(train), Some(held_out)) = (top(&["train"]), top(&["val", "validation", "valid"])) {
+        return Ok(Source::Cut(Inputs::file(train), Inputs::file(held_out)));
     }
-    require_utf8(path, &text, reading)?;
-    let (train, held_out) = cut(text, reading.validation);
-    Ok(Splits { train: vec![train], validation: vec![held_out], ..Splits::default() })
+    let files: Vec<Input> = found.files.into_iter().map(|path| Input { path, member: None }).collect();
+    if files.is_empty() {
+        return Err(Error::file(path, "a folder with text files", format!("{} files, none of them text", found.other)));
+    }
+    Ok(Source::Whole(Inputs { files, lenient: true, skipped: found.other }))
 }
 
-/// What makes `text` no text, if anything: NUL bytes, or too much that is not UTF-8.
-fn not_text(text: &[u8]) -> Option<String> {
-    if utf16(text) {
-        return Some("UTF-16, which is not UTF-8".into());
-    }
-    if let Some(at) = text.iter().position(|b| *b == 0) {
-        return Some(format!("binary data (a NUL byte at offset {at})"));
-    }
-    // A few bad bytes happen in real text; a tenth of it being invalid does not.
-    let invalid: usize = text.utf8_chunks().map(|c| c.invalid().len()).sum();
-    (invalid * 10 > text.len()).then(|| format!("binary data ({invalid} of {} bytes are not UTF-8)", text.len()))
-}
-
-/// Whether `text` begins with a byte order mark of UTF-16; neither is possible in UTF-8.
-fn utf16(text: &[u8]) -> bool {
-    text.starts_with(&[0xFF, 0xFE]) || text.starts_with(&[0xFE, 0xFF])
-}
-
-fn require_utf8(path: &Path, text: &[u8], reading: Reading) -> Result<()> {
-    match std::str::from_utf8(text) {
-        Err(e) if reading.utf8 => {
-            let found = format!("a byte at offset {} that is not UTF-8", e.valid_up_to());
-            Err(Error::file(path, "UTF-8 text for this tokenizer", found)
-                .with_hint("convert it to UTF-8, or train on bytes (without --tokenizer)"))
+/// Reads a source and cuts off the held-out share, if it is not cut already.
+pub fn read(source: &Source, reading: &Reading, place: &Place, progress: &mut dyn Progress) -> Result<Splits> {
+    let inputs = match source {
+        Source::Cut(train, held_out) => {
+            let (train, documents, mut notes) = text(train, reading, place, progress)?;
+            let (validation, _, more) = text(held_out, reading, place, progress)?;
+            more.into_iter().for_each(|(note, count)| *notes.entry(note).or_default() += count);
+            return Ok(Splits { train, validation, documents, notes });
         }
+        Source::Whole(inputs) => inputs,
+    };
+    let (text, documents, notes) = text(inputs, reading, place, progress)?;
+    let (train, validation) = match documents {
+        false => cut(&text, reading.validation),
+        true => match border(&text, reading.validation) {
+            Some(border) => (text.documents(0..border), text.documents(border..text.ends.len())),
+            None => cut_each(&text, reading.validation),
+        },
+    };
+    Ok(Splits { train, validation, documents, notes })
+}
+
+/// The text of all files, whether it has documents, and what was left out.
+fn text(inputs: &Inputs, reading: &Reading, place: &Place, progress: &mut dyn Progress) -> Result<(Text, bool, Notes)> {
+    let single = match &inputs.files[..] {
+        [one] if !inputs.lenient => Some(one),
+        _ => None,
+    };
+    let plain = single.filter(|one| is_plain(&one.path) || one.member.is_some());
+    let documents = plain.is_none() || !reading.separator.is_empty();
+    if let Some(one) = plain.filter(|one| one.member.is_none() && !documents)
+        && let Some(text) = as_it_is(&one.path, reading, progress)?
+    {
+        return Ok((text, false, Notes::new()));
+    }
+    let (text, mut notes) = prepared(inputs, reading, place, progress)?;
+    if inputs.skipped > 0 {
+        *notes.entry(Note::Skipped).or_default() += inputs.skipped;
+    }
+    if text.bytes.is_empty() {
+        let (path, skipped) = (&inputs.files[0].path, notes.get(&Note::Skipped).copied().unwrap_or(0));
+        let (expected, found) = match inputs.lenient {
+            true => ("a folder with text files", format!("{skipped} files, none of them text")),
+            false => ("text", "an empty file".to_owned()),
+        };
+        return Err(Error::file(if inputs.lenient { path.parent().unwrap_or(path) } else { path }, expected, found));
+    }
+    Ok((text, documents, notes))
+}
+
+/// Whether a file is neither an archive nor in another format than text.
+fn is_plain(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    !archive::is_packed(&name) && Format::of(&name) == Format::Plain
+}
+
+/// A file that is its own text: UTF-8 (or any bytes, if those are asked for) of which nothing is taken away.
+fn as_it_is(path: &Path, reading: &Reading, progress: &mut dyn Progress) -> Result<Option<Text>> {
+    if reading.cleaning != super::Cleaning::None {
+        return Ok(None);
+    }
+    let unreadable = |e| Error::io("read", path, e);
+    let len = std::fs::metadata(path).map_err(unreadable)?.len();
+    let text = |bytes: Numbers<u8>| Ok(Some(Text::new(bytes, vec![len])));
+    let scan = |bytes: &mut dyn std::io::Read, progress: &mut dyn Progress| {
+        let mut text = encoding::Text::new(bytes, reading.invalid(), LineEndings::Keep);
+        let (mut read, mut returns) = (0, false);
+        loop {
+            match text.block() {
+                // Whatever it is, the slower way says it better.
+                Err(_) => return Ok(false),
+                Ok([]) => break,
+                Ok(block) => {
+                    returns |= reading.line_endings == LineEndings::Lf && block.contains(&b'\r');
+                    read += block.len() as u64;
+                }
+            }
+            progress.at(read)?;
+        }
+        Ok::<_, Error>(read == len && text.invalid_bytes == 0 && !returns)
+    };
+    if len == 0 {
+        return Ok(None);
+    }
+    if len <= SMALL as u64 {
+        // In memory a text stays what it is, even if somebody edits the file meanwhile.
+        let bytes = std::fs::read(path).map_err(unreadable)?;
+        let fits = bytes.len() as u64 == len && scan(&mut &bytes[..], progress)?;
+        return if fits { text(bytes.into()) } else { Ok(None) };
+    }
+    progress.begin(&format!("reading {}", path.display()), Some(len));
+    let mut file = std::fs::File::open(path).map_err(unreadable)?;
+    let fits = scan(&mut file, progress);
+    progress.end();
+    if fits? { text(Numbers::open(path, 0, len as usize)?) } else { Ok(None) }
+}
+
+/// All documents of all files as one text, from the cache if it is there.
+fn prepared(inputs: &Inputs, reading: &Reading, place: &Place, progress: &mut dyn Progress) -> Result<(Text, Notes)> {
+    let (key, total) = key(inputs, reading)?;
+    let (first, mut store) = match Store::begin(place, key, reading.deduplicate, progress)? {
+        Begun::Whole(text, notes) => return Ok((text, notes)),
+        Begun::At(first, store) => (first, store),
+    };
+    let what = match &inputs.files[..] {
+        [one] => format!("reading {}", one.path.display()),
+        files => format!("reading {} files", files.len()),
+    };
+    progress.begin(&what, Some(total));
+    let mut read = 0;
+    for (number, input) in inputs.files.iter().enumerate() {
+        let meter = Meter::default();
+        if number >= first {
+            let mut watched = Watched { store: &mut store, progress: &mut *progress, read, meter: &meter };
+            let result = file(input, inputs.lenient, reading, &meter, &mut watched);
+            if let Err(e) = result.and_then(|()| store.file_is_whole(number + 1)) {
+                progress.end();
+                return Err(e);
+            }
+        }
+        read += std::fs::metadata(&input.path).map_or(0, |m| m.len());
+    }
+    progress.end();
+    store.finish()
+}
+
+/// The documents of one file or of the members of an archive.
+fn file(input: &Input, lenient: bool, reading: &Reading, meter: &Meter, to: &mut Watched) -> Result<()> {
+    let path = &input.path;
+    let packed = archive::is_packed(&path.file_name().unwrap_or_default().to_string_lossy());
+    let mut found = false;
+    archive::visit(path, meter, &mut |member| {
+        if input.member.as_ref().is_some_and(|wanted| !is_member(member.name, wanted)) {
+            return Ok(());
+        }
+        found = true;
+        if !member.is_file && Format::of(member.name) == Format::Parquet {
+            to.note(Note::Skipped, 1);
+            return Ok(());
+        }
+        match format::read(path, member.name, member.reader, reading, to)? {
+            None => Ok(()),
+            Some(_) if input.member.is_none() && (lenient || packed) => {
+                to.store.abandon()?;
+                to.note(Note::Skipped, 1);
+                Ok(())
+            }
+            Some(e) => Err(e),
+        }
+    })?;
+    match &input.member {
+        Some(wanted) if !found => Err(Error::file(path, format!("the member {wanted}"), "an archive without it")),
         _ => Ok(()),
     }
 }
 
-/// The first part and the held-out rest of a text, cut where a character begins.
-fn cut(mut text: Vec<u8>, validation: f64) -> (Vec<u8>, Vec<u8>) {
+/// Whether a member's name is the wanted one, in whatever folder of the archive.
+fn is_member(name: &str, wanted: &str) -> bool {
+    name == wanted || name.ends_with(&format!("/{wanted}"))
+}
+
+/// Shows how far the files are read while documents go by.
+struct Watched<'a, 'b> {
+    store: &'a mut Store<'b>,
+    progress: &'a mut dyn Progress,
+    /// Bytes of the files before this one.
+    read: u64,
+    meter: &'a Meter,
+}
+
+impl Documents for Watched<'_, '_> {
+    fn text(&mut self, piece: &[u8]) -> Result<()> {
+        self.progress.at(self.read + self.meter.read())?;
+        self.store.text(piece)
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.store.end()
+    }
+
+    fn note(&mut self, what: Note, count: u64) {
+        self.store.note(what, count);
+    }
+}
+
+/// A hash of what is read and how, and the bytes of all files.
+fn key(inputs: &Inputs, reading: &Reading) -> Result<(String, u64)> {
+    let mut hash = Sha256::new();
+    let mut total = 0;
+    hash.update(b"text 1\0");
+    hash.update(serde_json::to_vec(&Reading { validation: 0.0, ..reading.clone() }).expect("plain values"));
+    for input in &inputs.files {
+        let unreadable = |e| Error::io("read", &input.path, e);
+        let path = input.path.canonicalize().map_err(unreadable)?;
+        let data = std::fs::metadata(&path).map_err(unreadable)?;
+        let changed = data.modified().map_err(unreadable)?.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        total += data.len();
+        let fields = (path.to_string_lossy(), &input.member, data.len(), changed.as_nanos().to_string());
+        hash.update(serde_json::to_vec(&fields).expect("plain values"));
+    }
+    Ok((atomic::hex(&hash.finalize()), total))
+}
+
+/// The first part and the held-out rest of one plain text, cut where a character begins.
+fn cut(text: &Text, validation: f64) -> (Text, Text) {
+    let at = cut_at(&text.bytes, validation);
+    let part = |range: std::ops::Range<usize>| {
+        let len = range.len() as u64;
+        Text::new(text.bytes.part(range), if len > 0 { vec![len] } else { Vec::new() })
+    };
+    (part(0..at), part(at..text.bytes.len()))
+}
+
+fn cut_at(text: &[u8], validation: f64) -> usize {
     let at = ((text.len() as f64) * (1.0 - validation)).round() as usize;
     // A continuation byte of UTF-8 is 10xxxxxx, and a character has three at most; with more this is no text.
     let begins = |at: &usize| text.get(*at).is_none_or(|byte| byte & 0xC0 != 0x80);
-    let at = (at..=at + 3).find(begins).unwrap_or(at);
-    let held_out = text.split_off(at.min(text.len()));
-    (text, held_out)
-}
-
-fn folder(path: &Path, reading: Reading) -> Result<Splits> {
-    let named = |names: &[&str]| names.iter().map(|n| path.join(n)).find(|p| p.is_file());
-    if let (Some(train), Some(held_out)) = (named(&["train.txt"]), named(&["val.txt", "validation.txt", "valid.txt"])) {
-        let whole = |p: PathBuf| Ok::<_, Error>(file(&p, Reading { validation: 0.0, ..reading })?.train);
-        return Ok(Splits { train: whole(train)?, validation: whole(held_out)?, ..Splits::default() });
-    }
-    let mut found = Found::default();
-    found.collect(path)?;
-    let (mut texts, mut skipped) = (Vec::new(), found.other);
-    for path in &found.files {
-        let text = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
-        if text.is_empty() || !reading.any_bytes && not_text(&text).is_some() {
-            skipped += 1;
-        } else {
-            require_utf8(path, &text, reading)?;
-            texts.push(text);
-        }
-    }
-    if texts.is_empty() {
-        let found = format!("{skipped} files, none of them text");
-        return Err(Error::file(path, "a folder with text files", found));
-    }
-    let mut splits = Splits { documents: true, skipped, ..Splits::default() };
-    if let Some(border) = border(&texts, reading.validation) {
-        splits.validation = texts.split_off(border);
-        splits.train = texts;
-        return Ok(splits);
-    }
-    for (train, held_out) in texts.into_iter().map(|t| cut(t, reading.validation)) {
-        splits.train.extend(Some(train).filter(|t| !t.is_empty()));
-        splits.validation.extend(Some(held_out).filter(|t| !t.is_empty()));
-    }
-    Ok(splits)
+    (at..=at + 3).find(begins).unwrap_or(at).min(text.len())
 }
 
 /// Below this many documents each is cut in two; from here on whole documents are held out.
@@ -131,22 +308,48 @@ const FEW: usize = 10;
 
 /// The first document that is held out, so that the share is met as nearly as documents allow; nothing where they are
 /// few or so unlike in length that the share would be missed by more than half of itself.
-fn border(texts: &[Vec<u8>], validation: f64) -> Option<usize> {
-    if texts.len() < FEW || validation == 0.0 {
+fn border(text: &Text, validation: f64) -> Option<usize> {
+    let documents = text.ends.len();
+    if validation == 0.0 {
+        return Some(documents);
+    }
+    if documents < FEW {
         return None;
     }
-    let total: usize = texts.iter().map(Vec::len).sum();
+    let total = text.bytes.len() as u64;
     let wanted = total as f64 * validation;
-    let mut best: Option<(f64, usize)> = None;
-    let mut held_out = total;
-    for (d, text) in texts.iter().enumerate().take(texts.len() - 1) {
-        held_out -= text.len();
-        let off = (held_out as f64 - wanted).abs();
-        if best.is_none_or(|(least, _)| off < least) {
-            best = Some((off, d + 1));
+    let off = |d: usize| ((total - (text.ends[d - 1] - text.base)) as f64 - wanted).abs();
+    // The ends increase, so the share held out falls: the best border is on either side of where it meets the share.
+    let meets = text.ends.partition_point(|end| (total - (end - text.base)) as f64 > wanted);
+    let best = [meets, meets + 1].into_iter().filter(|d| (1..documents).contains(d));
+    best.min_by(|a, b| off(*a).total_cmp(&off(*b))).filter(|d| off(*d) <= wanted / 2.0)
+}
+
+/// Every document cut in two; of a text that is too long to be copied only the one in which the share is met.
+fn cut_each(text: &Text, validation: f64) -> (Text, Text) {
+    if text.bytes.len() > SMALL {
+        let at = cut_at(&text.bytes, validation);
+        let first = text.ends.partition_point(|end| (end - text.base) as usize <= at);
+        let mut before: Vec<u64> = text.ends[..first].iter().map(|end| end - text.base).collect();
+        if before.last() != Some(&(at as u64)) && at > 0 {
+            before.push(at as u64);
+        }
+        let after: Vec<u64> = text.ends[first..].iter().map(|end| end - text.base - at as u64).collect();
+        let (train, held_out) = (text.bytes.part(0..at), text.bytes.part(at..text.bytes.len()));
+        return (Text::new(train, before), Text::new(held_out, after));
+    }
+    let mut parts = [(Vec::new(), Vec::new()), (Vec::new(), Vec::new())];
+    for document in (0..text.ends.len()).map(|d| &text.bytes[text.document(d)]) {
+        let (train, held_out) = document.split_at(cut_at(document, validation));
+        for ((bytes, ends), piece) in parts.iter_mut().zip([train, held_out]) {
+            if !piece.is_empty() {
+                bytes.extend_from_slice(piece);
+                ends.push(bytes.len() as u64);
+            }
         }
     }
-    best.filter(|(off, _)| *off <= wanted / 2.0).map(|(_, border)| border)
+    let [train, held_out] = parts.map(|(bytes, ends)| Text::new(bytes, ends));
+    (train, held_out)
 }
 
 /// The files below a folder in the order of their paths.
@@ -154,7 +357,7 @@ fn border(texts: &[Vec<u8>], validation: f64) -> Option<usize> {
 struct Found {
     files: Vec<PathBuf>,
     /// Links to nowhere, pipes, sockets: reading them would fail or never end.
-    other: usize,
+    other: u64,
     /// Folders that were entered, by their real paths: a link may lead back into one.
     entered: HashSet<PathBuf>,
 }
@@ -187,16 +390,42 @@ impl Found {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::encoding::Invalid;
+    use crate::data::progress::Quiet;
 
     fn place() -> tempfile::TempDir {
         tempfile::tempdir().unwrap()
     }
 
     fn share(validation: f64) -> Reading {
-        Reading { validation, ..Reading::default() }
+        Reading { validation, field: "text".into(), ..Reading::default() }
     }
 
-    const ANY: Reading = Reading { validation: 0.1, any_bytes: true, utf8: false };
+    fn any() -> Reading {
+        Reading { any_bytes: true, ..share(0.1) }
+    }
+
+    struct Documents {
+        train: Vec<Vec<u8>>,
+        validation: Vec<Vec<u8>>,
+        documents: bool,
+        notes: Notes,
+    }
+
+    fn documents(text: &Text) -> Vec<Vec<u8>> {
+        (0..text.ends.len()).map(|d| text.bytes[text.document(d)].to_vec()).collect()
+    }
+
+    fn read(path: &Path, reading: &Reading) -> Result<Documents> {
+        let cache = place();
+        let splits = super::read(&source(path)?, reading, &Place::new(cache.path()), &mut Quiet)?;
+        let Splits { train, validation, documents: separate, notes } = splits;
+        Ok(Documents { train: documents(&train), validation: documents(&validation), documents: separate, notes })
+    }
+
+    fn skipped(of: &Documents) -> u64 {
+        of.notes.get(&Note::Skipped).copied().unwrap_or(0)
+    }
 
     #[test]
     fn a_file_is_cut_by_bytes_at_a_character() {
@@ -205,9 +434,9 @@ mod tests {
         let text = "aäé€😀b".repeat(50);
         std::fs::write(&path, &text).unwrap();
         for held_out in [0.0, 0.1, 0.333, 0.5, 1.0] {
-            let s = read(&path, share(held_out)).unwrap();
-            assert_eq!([s.train[0].clone(), s.validation[0].clone()].concat(), text.as_bytes());
-            assert!(std::str::from_utf8(&s.train[0]).is_ok());
+            let s = read(&path, &share(held_out)).unwrap();
+            assert_eq!([s.train.concat(), s.validation.concat()].concat(), text.as_bytes());
+            assert!(std::str::from_utf8(&s.train.concat()).is_ok());
         }
     }
 
@@ -217,15 +446,15 @@ mod tests {
         let path = dir.path().join("x");
         let said = |bytes: &[u8]| {
             std::fs::write(&path, bytes).unwrap();
-            read(&path, share(0.1)).unwrap_err().to_string()
+            read(&path, &share(0.1)).err().unwrap().to_string()
         };
         assert!(said(b"").contains("an empty file"));
         assert!(said(b"abc\0def").contains("NUL byte at offset 3"));
         assert!(said(&[0xFF; 40]).contains("40 of 40 bytes are not UTF-8"));
-        assert!(read(&path, ANY).is_ok(), "any bytes may be trained on when asked for");
-        assert!(read(&dir.path().join("none"), share(0.1)).unwrap_err().to_string().contains("none"));
+        assert!(read(&path, &any()).is_ok(), "any bytes may be trained on when asked for");
+        assert!(read(&dir.path().join("none"), &share(0.1)).err().unwrap().to_string().contains("none"));
         std::fs::remove_file(&path).unwrap();
-        assert!(read(dir.path(), share(0.1)).unwrap_err().to_string().contains("none of them text"));
+        assert!(read(dir.path(), &share(0.1)).err().unwrap().to_string().contains("none of them text"));
     }
 
     #[test]
@@ -238,37 +467,38 @@ mod tests {
         }
         std::fs::write(dir.path().join(".hidden"), "no").unwrap();
         std::fs::write(dir.path().join("image.png"), [0, 1, 2]).unwrap();
-        let s = read(dir.path(), share(0.25)).unwrap();
-        assert_eq!((s.train.len(), s.validation.len(), s.skipped), (9, 3, 1));
+        let s = read(dir.path(), &share(0.25)).unwrap();
+        assert_eq!((s.train.len(), s.validation.len(), skipped(&s)), (9, 3, 1));
         assert_eq!(s.train[0], b"text 1");
         std::fs::write(dir.path().join("train.txt"), "t").unwrap();
         std::fs::write(dir.path().join("val.txt"), "v").unwrap();
-        let s = read(dir.path(), share(0.25)).unwrap();
+        let s = read(dir.path(), &share(0.25)).unwrap();
         assert_eq!((s.train, s.validation, s.documents), (vec![b"t".to_vec()], vec![b"v".to_vec()], false));
     }
 
     #[test]
     fn any_bytes_are_cut_where_the_share_says() {
-        let (train, held_out) = cut(vec![0x80; 100], 0.1);
-        assert_eq!((train.len(), held_out.len()), (90, 10));
+        assert_eq!(cut_at(&[0x80; 100], 0.1), 90);
         let dir = place();
         std::fs::write(dir.path().join("a.bin"), [0, 1, 2]).unwrap();
-        assert_eq!(read(dir.path(), ANY).unwrap().skipped, 0, "a folder takes any bytes when asked to, too");
+        assert_eq!(skipped(&read(dir.path(), &any()).unwrap()), 0, "a folder takes any bytes when asked to, too");
     }
 
     #[test]
-    fn one_bad_byte_passes_as_bytes_and_is_named_for_a_tokenizer() {
+    fn bad_bytes_are_replaced_and_counted_or_refused_with_their_place() {
         let dir = place();
         let path = dir.path().join("latin.txt");
         std::fs::write(&path, b"caf\xE9 au lait, and more plain text after it").unwrap();
-        assert!(read(&path, share(0.1)).is_ok());
         for place in [&path, dir.path()] {
-            let error = read(place, Reading { utf8: true, ..share(0.1) }).unwrap_err();
+            let s = read(place, &share(0.0)).unwrap();
+            assert_eq!(s.train.concat(), "caf\u{FFFD} au lait, and more plain text after it".as_bytes());
+            assert_eq!(s.notes.get(&Note::Replaced), Some(&1));
+            let error = read(place, &Reading { invalid: Invalid::Refuse, ..share(0.1) }).err().unwrap();
             assert!(error.to_string().contains("latin.txt") && error.to_string().contains("offset 3"), "{error}");
         }
+        assert!(read(&path, &any()).unwrap().train.concat().starts_with(b"caf\xE9"));
         std::fs::write(&path, b"\xFF\xFEa\0b\0").unwrap();
-        let error = read(&path, share(0.1)).unwrap_err();
-        assert!(error.to_string().contains("UTF-16") && error.hint().unwrap().contains("save it as UTF-8"));
+        assert_eq!(read(&path, &share(0.0)).unwrap().train, [b"ab"]);
     }
 
     #[test]
@@ -279,13 +509,16 @@ mod tests {
         std::os::unix::fs::symlink(".", dir.path().join("loop")).unwrap();
         std::os::unix::fs::symlink("nowhere", dir.path().join("broken")).unwrap();
         nix::unistd::mkfifo(&dir.path().join("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        let s = read(dir.path(), share(0.0)).unwrap();
-        assert_eq!((s.train, s.skipped), (vec![b"hello".to_vec()], 2));
+        let s = read(dir.path(), &share(0.0)).unwrap();
+        assert_eq!((skipped(&s), s.train), (2, vec![b"hello".to_vec()]));
     }
 
     #[test]
     fn whole_documents_are_held_out_by_their_bytes() {
-        let texts = |lengths: [usize; 12]| lengths.map(|n| vec![b'x'; n]);
+        let texts = |lengths: [usize; 12]| {
+            let ends: Vec<u64> = (1..=12).map(|n| lengths[..n].iter().sum::<usize>() as u64).collect();
+            Text::new(vec![b'x'; lengths.iter().sum()], ends)
+        };
         let mut lengths = [100; 12];
         assert_eq!(border(&texts(lengths), 0.25), Some(9));
         // A long document at the beginning: a tenth of 2,100 bytes is two of the short ones, not one.
@@ -294,12 +527,12 @@ mod tests {
         // A long one at the end is nearly everything: then each is cut.
         lengths[11] = 10_000;
         assert_eq!(border(&texts(lengths), 0.1), None);
-        assert_eq!(border(&texts([100; 12]), 0.0), None);
+        assert_eq!(border(&texts([100; 12]), 0.0), Some(12));
         let dir = place();
         for (i, n) in lengths.into_iter().enumerate() {
             std::fs::write(dir.path().join(format!("{i:02}")), "x".repeat(n)).unwrap();
         }
-        let s = read(dir.path(), share(0.1)).unwrap();
+        let s = read(dir.path(), &share(0.1)).unwrap();
         assert_eq!((s.train.concat().len(), s.validation.concat().len()), (10_800, 1_200));
     }
 }

@@ -6,46 +6,52 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::numbers::Numbers;
+use super::token_file::{Ids, Loaded};
+
 #[derive(Clone, Debug)]
 pub struct Tokens {
     store: Arc<Store>,
+    end_of_text: u32,
 }
 
 #[derive(Debug)]
 enum Store {
-    /// Text, the ends of its documents in it (none for plain text), and the end-of-text id.
-    Bytes { text: Vec<u8>, ends: Vec<usize>, end_of_text: u32 },
-    /// Ids with end-of-text tokens in place, the bytes each id stands for, and where documents start.
-    Ids { ids: Vec<u32>, byte_lengths: Vec<u32>, starts: Vec<usize> },
+    /// Text, and the ends of its documents counted from `base` on; none for plain text.
+    Bytes { text: Numbers<u8>, ends: Numbers<u64>, base: u64 },
+    /// Ids with end-of-text tokens in place, where documents start, and the bytes that each id stands for.
+    Ids { loaded: Loaded, byte_lengths: Vec<u32> },
 }
 
 impl Tokens {
-    /// Bytes as ids; `ends` are the document ends in `text`, increasing, or none for plain text.
-    pub fn bytes(text: Vec<u8>, ends: Vec<usize>, end_of_text: u32) -> Self {
-        Self { store: Arc::new(Store::Bytes { text, ends, end_of_text }) }
+    /// Bytes as ids; `ends` are the document ends in `text`, counted from `base`, increasing, or none for plain text.
+    pub fn bytes(text: impl Into<Numbers<u8>>, ends: impl Into<Numbers<u64>>, base: u64, end_of_text: u32) -> Self {
+        Self { store: Arc::new(Store::Bytes { text: text.into(), ends: ends.into(), base }), end_of_text }
     }
 
-    /// Ids of each document, or of one plain text; `byte_lengths[id]` is how many bytes a token stands for.
-    pub fn ids(documents: Vec<Vec<u32>>, separate: bool, end_of_text: u32, byte_lengths: Vec<u32>) -> Self {
-        let (mut ids, mut starts) = (Vec::new(), Vec::new());
-        for document in documents {
-            if separate {
-                starts.push(ids.len());
-                ids.push(end_of_text);
-            }
-            ids.extend(document);
-        }
-        if separate {
-            ids.push(end_of_text);
-        }
-        Self { store: Arc::new(Store::Ids { ids, byte_lengths, starts }) }
+    /// Ids with an end-of-text token where each document starts and one after the last; `byte_lengths[id]` is how many bytes
+    /// a token stands for.
+    pub fn ids(loaded: Loaded, byte_lengths: Vec<u32>, end_of_text: u32) -> Self {
+        Self { store: Arc::new(Store::Ids { loaded, byte_lengths }), end_of_text }
+    }
+
+    /// The ids of one plain text.
+    pub fn plain(ids: Vec<u32>, byte_lengths: Vec<u32>, end_of_text: u32) -> Self {
+        let length = |id: &u32| u64::from(byte_lengths.get(*id as usize).copied().unwrap_or(0));
+        let text_bytes = ids.iter().map(length).sum();
+        let loaded = Loaded { ids: Ids::Long(ids.into()), starts: Vec::new().into(), text_bytes };
+        Self::ids(loaded, byte_lengths, end_of_text)
+    }
+
+    pub fn end_of_text(&self) -> u32 {
+        self.end_of_text
     }
 
     /// Number of tokens, end-of-text tokens included.
     pub fn len(&self) -> usize {
         match &*self.store {
             Store::Bytes { text, ends, .. } => text.len() + if ends.is_empty() { 0 } else { ends.len() + 1 },
-            Store::Ids { ids, .. } => ids.len(),
+            Store::Ids { loaded, .. } => loaded.ids.len(),
         }
     }
 
@@ -53,66 +59,91 @@ impl Tokens {
         self.len() == 0
     }
 
+    fn document_count(&self) -> usize {
+        match &*self.store {
+            Store::Bytes { ends, .. } => ends.len(),
+            Store::Ids { loaded, .. } => loaded.starts.len(),
+        }
+    }
+
     /// Whether windows start at documents.
     pub fn has_documents(&self) -> bool {
+        self.document_count() > 0
+    }
+
+    /// The token at which document `d` starts, its end-of-text; for one more than there are, the last token of all.
+    fn document_start(&self, d: usize) -> usize {
         match &*self.store {
-            Store::Bytes { ends, .. } => !ends.is_empty(),
-            Store::Ids { starts, .. } => !starts.is_empty(),
+            Store::Bytes { .. } if d == 0 => 0,
+            Store::Bytes { ends, base, .. } => (ends[d - 1] - base) as usize + d,
+            Store::Ids { loaded, .. } => loaded.starts.get(d).map_or(self.len() - 1, |start| *start as usize),
         }
+    }
+
+    /// The last document that starts at a token or before it; the number of documents for the last end-of-text.
+    fn document_of(&self, token: usize) -> usize {
+        let (mut low, mut high) = (0, self.document_count());
+        while low < high {
+            let middle = (low + high).div_ceil(2);
+            if self.document_start(middle) <= token { low = middle } else { high = middle - 1 }
+        }
+        low
     }
 
     /// The token ranges of the documents: each with the end-of-text token before and after it, so neighbours share one.
     pub fn documents(&self) -> impl Iterator<Item = Range<usize>> + '_ {
-        let count = match &*self.store {
-            Store::Bytes { ends, .. } => ends.len(),
-            Store::Ids { starts, .. } => starts.len(),
-        };
-        (0..count).map(move |d| match &*self.store {
-            Store::Bytes { ends, .. } => (if d == 0 { 0 } else { ends[d - 1] + d })..ends[d] + d + 2,
-            Store::Ids { ids, starts, .. } => starts[d]..starts.get(d + 1).map_or(ids.len(), |next| next + 1),
-        })
+        (0..self.document_count()).map(|d| self.document_start(d)..self.document_start(d + 1) + 1)
     }
 
     /// The ids of a range.
     pub fn slice(&self, range: Range<usize>) -> Vec<u32> {
-        match &*self.store {
-            Store::Ids { ids, .. } => ids[range].to_vec(),
-            Store::Bytes { text, ends, .. } if ends.is_empty() => text[range].iter().map(|b| u32::from(*b)).collect(),
-            Store::Bytes { text, ends, end_of_text } => {
-                let mut ids = Vec::with_capacity(range.len());
-                // Document d holds tokens from its end-of-text at `starts(d)` on; find the first that reaches into the range.
-                let mut document = partition(ends.len(), |d| ends[d] + d < range.start);
-                let mut at = range.start;
-                while at < range.end {
-                    let start = if document == 0 { 0 } else { ends[document - 1] + document };
-                    if at == start {
-                        ids.push(*end_of_text);
-                        at += 1;
-                        continue;
-                    }
-                    // Token t of document d is byte t - d - 1.
-                    let stop = range.end.min(ends[document] + document + 1);
-                    ids.extend(text[at - document - 1..stop - document - 1].iter().map(|b| u32::from(*b)));
-                    at = stop;
-                    document += 1;
-                    if document == ends.len() && at < range.end {
-                        ids.push(*end_of_text);
-                        at += 1;
-                    }
-                }
-                ids
+        let Store::Bytes { text, ends, .. } = &*self.store else {
+            let Store::Ids { loaded, .. } = &*self.store else { unreachable!("there are two kinds") };
+            return loaded.ids.slice(range);
+        };
+        if ends.is_empty() {
+            return text[range].iter().map(|b| u32::from(*b)).collect();
+        }
+        let mut ids = Vec::with_capacity(range.len());
+        // Document d stands at tokens `start(d) + 1` to `start(d + 1)`; its byte at token t is t - d - 1.
+        let mut d = self.document_of(range.start);
+        let mut at = range.start;
+        while at < range.end {
+            if at == self.document_start(d) {
+                ids.push(self.end_of_text);
+                at += 1;
+                continue;
             }
+            let stop = range.end.min(self.document_start(d + 1));
+            ids.extend(text[at - d - 1..stop - d - 1].iter().map(|b| u32::from(*b)));
+            at = stop;
+            d += 1;
+        }
+        ids
+    }
+
+    /// Asks the system to have a range ready soon.
+    pub fn prefetch(&self, range: Range<usize>) {
+        match &*self.store {
+            // Each document's end-of-text shifts the tokens behind the bytes.
+            Store::Bytes { text, .. } if self.has_documents() => {
+                let start = range.start.saturating_sub(self.document_of(range.start) + 1);
+                text.prefetch(start..(start + range.len()).min(text.len()));
+            }
+            Store::Bytes { text, .. } => text.prefetch(range),
+            Store::Ids { loaded, .. } => loaded.ids.prefetch(range),
         }
     }
 
     /// Bytes of text that the tokens of a range stand for; end-of-text stands for none.
     pub fn bytes_of(&self, range: Range<usize>) -> usize {
         match &*self.store {
-            Store::Ids { ids, byte_lengths, .. } => {
-                ids[range].iter().map(|id| byte_lengths.get(*id as usize).copied().unwrap_or(0) as usize).sum()
+            Store::Ids { byte_lengths, .. } => {
+                let length = |id: &u32| byte_lengths.get(*id as usize).copied().unwrap_or(0) as usize;
+                self.slice(range).iter().map(length).sum()
             }
             Store::Bytes { ends, .. } if ends.is_empty() => range.len(),
-            Store::Bytes { end_of_text, .. } => self.slice(range).iter().filter(|id| *id != end_of_text).count(),
+            Store::Bytes { .. } => self.slice(range).iter().filter(|id| **id != self.end_of_text).count(),
         }
     }
 
@@ -120,19 +151,9 @@ impl Tokens {
     pub fn text_bytes(&self) -> u64 {
         match &*self.store {
             Store::Bytes { text, .. } => text.len() as u64,
-            Store::Ids { .. } => self.bytes_of(0..self.len()) as u64,
+            Store::Ids { loaded, .. } => loaded.text_bytes,
         }
     }
-}
-
-/// The first index in 0..n for which `before` is false.
-fn partition(n: usize, before: impl Fn(usize) -> bool) -> usize {
-    let (mut low, mut high) = (0, n);
-    while low < high {
-        let middle = (low + high) / 2;
-        if before(middle) { low = middle + 1 } else { high = middle }
-    }
-    low
 }
 
 #[cfg(test)]
@@ -140,20 +161,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn documents_are_framed_by_end_of_text_in_both_stores() {
+    fn documents_are_framed_by_end_of_text_in_every_store() {
         let eot = 256;
         let texts: [&[u8]; 4] = [b"ab", b"", b"cde", b"f"];
-        let mut text = Vec::new();
-        let mut ends = Vec::new();
+        let (mut text, mut ends, mut ids, mut starts) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for t in texts {
             text.extend_from_slice(t);
-            ends.push(text.len());
+            // Ends count from before this text, as those of a part do.
+            ends.push(10 + text.len() as u64);
+            starts.push(ids.len() as u64);
+            ids.push(eot);
+            ids.extend(t.iter().map(|b| u32::from(*b)));
         }
-        let ids = texts.iter().map(|t| t.iter().map(|b| u32::from(*b)).collect()).collect();
-        let bytes = Tokens::bytes(text, ends, eot);
-        let ids = Tokens::ids(ids, true, eot, vec![1; 256]);
+        ids.push(eot);
+        let short: Vec<u16> = ids.iter().map(|id| *id as u16).collect();
+        let loaded = |ids| Loaded { ids, starts: starts.clone().into(), text_bytes: 6 };
+        let bytes = Tokens::bytes(text, ends, 10, eot);
+        let long = Tokens::ids(loaded(Ids::Long(ids.into())), vec![1; 256], eot);
+        let short = Tokens::ids(loaded(Ids::Short(short.into())), vec![1; 256], eot);
         let all = [256, 97, 98, 256, 256, 99, 100, 101, 256, 102, 256];
-        for tokens in [&bytes, &ids] {
+        for tokens in [&bytes, &long, &short] {
             assert_eq!(tokens.len(), all.len());
             assert_eq!(tokens.documents().collect::<Vec<_>>(), [0..4, 3..5, 4..9, 8..11]);
             for start in 0..=all.len() {

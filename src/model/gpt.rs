@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::config::GptConfig;
 use crate::error::{Error, Result};
-use crate::nn::attention::SelfAttention;
+use crate::nn::attention::{Layout, SelfAttention};
 use crate::nn::dropout::Dropout;
 use crate::nn::embedding::Embedding;
 use crate::nn::linear::Linear;
@@ -20,15 +20,20 @@ use crate::ops::{heads::Heads, rotary};
 use crate::random::{Purpose, Stream};
 use crate::tape::{Tape, Var};
 
-/// B sequences of `seq` tokens each, row after row. A target of `cross_entropy::IGNORE` is not predicted.
+/// B sequences, row after row. A target of `cross_entropy::IGNORE` is not predicted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
     pub inputs: Vec<u32>,
     pub targets: Vec<u32>,
-    pub seq: usize,
+    pub layout: Layout,
 }
 
 impl Batch {
+    /// Sequences of `seq` tokens, each of which sees all before it.
+    pub fn new(inputs: Vec<u32>, targets: Vec<u32>, seq: usize) -> Self {
+        Self { inputs, targets, layout: Layout::of(seq) }
+    }
+
     /// Targets that count.
     pub fn valid(&self) -> usize {
         self.targets.iter().filter(|t| **t != cross_entropy::IGNORE).count()
@@ -46,9 +51,9 @@ struct Block {
 
 impl Block {
     /// x (N, C) -> (N, C).
-    fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, seq: usize, dropout: Dropout) -> Result<Var> {
+    fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, layout: &Layout, dropout: Dropout) -> Result<Var> {
         let normed = self.input_norm.forward(ctx, tape, x)?;
-        let heads = self.attention.forward(ctx, tape, &normed, seq)?;
+        let heads = self.attention.forward(ctx, tape, &normed, layout)?;
         let heads = dropout.forward(ctx, tape, heads, 2 * self.index + 1)?;
         let x = self.attention.out.forward(ctx, tape, &heads, Some(x))?;
         let normed = self.post_attention_norm.forward(ctx, tape, &x)?;
@@ -139,7 +144,15 @@ impl Gpt {
     }
 
     /// The normed output of the last block, (N, C): what the head reads.
-    pub fn hidden(&self, ctx: &mut Ctx, tape: &mut Tape, inputs: &[u32], seq: usize, dropout: Dropout) -> Result<Var> {
+    pub fn hidden(
+        &self,
+        ctx: &mut Ctx,
+        tape: &mut Tape,
+        inputs: &[u32],
+        layout: &Layout,
+        dropout: Dropout,
+    ) -> Result<Var> {
+        let seq = layout.seq;
         if seq == 0 || !inputs.len().is_multiple_of(seq) || seq > self.config.max_position_embeddings {
             let expected = format!("whole sequences of 1 to {} tokens", self.config.max_position_embeddings);
             return Err(Error::op("gpt", expected, format!("{} tokens in sequences of {seq}", inputs.len())));
@@ -148,10 +161,10 @@ impl Gpt {
         x = dropout.forward(ctx, tape, x, 0)?;
         for block in &self.blocks {
             x = if self.recompute && tape.is_recording() {
-                let block = Arc::clone(block);
-                tape.checkpoint(ctx, &x, move |ctx, tape, x| block.forward(ctx, tape, x, seq, dropout))?
+                let (block, layout) = (Arc::clone(block), layout.clone());
+                tape.checkpoint(ctx, &x, move |ctx, tape, x| block.forward(ctx, tape, x, &layout, dropout))?
             } else {
-                block.forward(ctx, tape, &x, seq, dropout)?
+                block.forward(ctx, tape, &x, layout, dropout)?
             };
         }
         self.norm.forward(ctx, tape, &x)
@@ -161,7 +174,7 @@ impl Gpt {
     /// targets of -ln p times `scale`.
     pub fn accumulate(&self, ctx: &mut Ctx, batch: &Batch, scale: f32, dropout: Dropout) -> Result<Value> {
         let mut tape = Tape::new();
-        let hidden = self.hidden(ctx, &mut tape, &batch.inputs, batch.seq, dropout)?;
+        let hidden = self.hidden(ctx, &mut tape, &batch.inputs, &batch.layout, dropout)?;
         let mut output = None;
         self.head.write_gradient(|dw, store| {
             let (x, w) = (hidden.value(), self.head.master());
@@ -176,7 +189,7 @@ impl Gpt {
 
     /// -ln p of every target, (N); 0 where ignored. Records nothing.
     pub fn nll(&self, ctx: &mut Ctx, batch: &Batch) -> Result<Value> {
-        let hidden = self.hidden(ctx, &mut Tape::inference(), &batch.inputs, batch.seq, Dropout::off())?;
+        let hidden = self.hidden(ctx, &mut Tape::inference(), &batch.inputs, &batch.layout, Dropout::off())?;
         Ok(cross_entropy::forward(ctx, hidden.value(), self.head.master(), &batch.targets, 1.0, None)?.nll)
     }
 }

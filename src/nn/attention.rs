@@ -7,6 +7,22 @@ use crate::nn::{linear::Linear, parameter::Parameter};
 use crate::ops::{attention, ctx::Ctx, heads::Heads, rotary};
 use crate::tape::{Tape, Var};
 
+/// How N rows are sequences.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// T, the tokens of each.
+    pub seq: usize,
+    /// For each row, where in its sequence the document that it sees begins; `None` if each sees all before it.
+    pub starts: Option<Arc<[u32]>>,
+}
+
+impl Layout {
+    /// Sequences of which each token sees all before it.
+    pub fn of(seq: usize) -> Self {
+        Self { seq, starts: None }
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct SelfAttention {
     pub qkv: Linear,
@@ -20,11 +36,11 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// x (N, C) of sequences of `seq` tokens -> the concatenated heads (N, H D), before the output projection.
-    pub fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, seq: usize) -> Result<Var> {
+    /// x (N, C) -> the concatenated heads (N, H D), before the output projection.
+    pub fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, layout: &Layout) -> Result<Var> {
         let qkv = self.qkv.forward(ctx, tape, x, None)?;
-        let rotated = self.rotate(ctx, tape, &qkv, seq)?;
-        self.attend(ctx, tape, &rotated, seq)
+        let rotated = self.rotate(ctx, tape, &qkv, layout.seq)?;
+        self.attend(ctx, tape, &rotated, layout)
     }
 
     fn rotate(&self, ctx: &mut Ctx, tape: &mut Tape, qkv: &Var, seq: usize) -> Result<Var> {
@@ -46,13 +62,15 @@ impl SelfAttention {
         }))
     }
 
-    fn attend(&self, ctx: &mut Ctx, tape: &mut Tape, qkv: &Var, seq: usize) -> Result<Var> {
-        let batch = qkv.value().dims()[0] / seq;
-        let shape = attention::Attention { batch, seq, heads: self.heads, window: self.window };
+    fn attend(&self, ctx: &mut Ctx, tape: &mut Tape, qkv: &Var, layout: &Layout) -> Result<Var> {
+        let Layout { seq, starts } = layout.clone();
+        let (heads, window, batch) = (self.heads, self.window, qkv.value().dims()[0] / seq);
+        let shape = attention::Attention { batch, seq, heads, window, starts: starts.as_deref() };
         let (out, lse) = attention::forward(ctx, qkv.value(), shape)?;
         let (qkv, saved_out) = (qkv.clone(), out.clone());
         Ok(tape.record(out, move |ctx, dout, gradients| {
             let saved = attention::Saved { qkv: qkv.value(), out: &saved_out, lse: &lse };
+            let shape = attention::Attention { batch, seq, heads, window, starts: starts.as_deref() };
             gradients.write(ctx, &qkv, |ctx, dqkv, store| attention::backward(ctx, saved, &dout, shape, (dqkv, store)))
         }))
     }

@@ -13,6 +13,7 @@ pub mod gradient_norm;
 pub mod guard;
 pub mod heads;
 pub mod linear;
+pub mod mapped;
 pub mod muon;
 pub mod rates;
 pub mod rms_norm;

@@ -62,7 +62,7 @@ pub struct TokenizerChoice {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Data {
-    /// stories, a file or a folder.
+    /// Names of sets, cards, files and folders, with weights: wikitext-2:0.7,./my-notes:0.3
     pub source: String,
     /// The share held out.
     pub validation: f64,
@@ -70,6 +70,18 @@ pub struct Data {
     pub bytes: u64,
     /// Train on files that are not text.
     pub allow_binary: bool,
+    /// replace | refuse
+    pub invalid_utf8: String,
+    /// keep | lf
+    pub line_endings: String,
+    /// The field or column of jsonl, csv and parquet that is the text.
+    pub field: String,
+    /// Text between documents of a plain file; empty for none.
+    pub separator: String,
+    /// Leave out documents that came before.
+    pub deduplicate: bool,
+    /// across | within | off
+    pub pack: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

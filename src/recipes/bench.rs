@@ -98,8 +98,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     ctx.set_precision(precision);
     let mut trainer = Trainer::new(ctx, model, plan::optimizer(&preset)?, preset.model.dropout, 0)?;
     let tokens = config.batch * config.context;
-    let batch =
-        Batch { inputs: numbers(tokens, 256), targets: numbers(tokens + 1, 256)[1..].to_vec(), seq: config.context };
+    let batch = Batch::new(numbers(tokens, 256), numbers(tokens + 1, 256)[1..].to_vec(), config.context);
     let warm_up = (config.steps / 5).clamp(1, 5);
     let mut times = Vec::new();
     for step in 0..warm_up + config.steps {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::plan;
-use super::report::{Event, Report};
+use super::report::{Event, Interrupt, Preparing, Report};
 use super::sample::{CacheSettings, WeightType};
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::{self, tokens::Tokens, windows};
@@ -30,6 +30,8 @@ pub struct EvalConfig {
     /// The loss of the engine that samples, with weights (the checkpoint's own type if not given) and a cache like these,
     /// instead of that of the model that was trained.
     pub engine: Option<(Option<WeightType>, CacheSettings)>,
+    /// Never ask a server for data.
+    pub offline: bool,
     pub family: Family,
 }
 
@@ -79,15 +81,18 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
     }
     let mut request = request(config, &place)?;
     if config.whole {
-        request.validation = 0.0;
+        request.reading.validation = 0.0;
     }
-    let corpus = data::open(&request, &tokenizer)?;
-    let tokens = if config.whole { &corpus.train } else { &corpus.validation };
-    if tokens.len() < 2 {
-        return Err(Error::failed(format!("nothing to evaluate on in {}: {} tokens", request.source, tokens.len()))
+    let corpus = data::open(&request, &tokenizer, &mut Preparing::new(report, &Interrupt::default()))?;
+    let tokens = if config.whole { corpus.train_tokens() } else { corpus.validation_tokens() };
+    if tokens < 2 {
+        return Err(Error::failed(format!("nothing to evaluate on in {}: {tokens} tokens", request.source))
             .with_hint("give more text, or --whole to take all of it"));
     }
-    let windows = windows::held_out(tokens, context, stride);
+    let windows: Box<dyn Iterator<Item = windows::Window>> = match config.whole {
+        true => Box::new(corpus.in_order(context, stride)),
+        false => Box::new(corpus.held_out(context, stride)),
+    };
     let evaluation = match config.engine {
         None => eval::evaluate(&mut Ctx::cpu(config.family), &model, windows)?,
         Some((kind, cache)) => {
@@ -146,12 +151,12 @@ fn request(config: &EvalConfig, place: &Path) -> Result<data::Request> {
                 .with_hint("name a text with --data"));
         }
     };
-    let own = plan::request(&preset);
-    Ok(data::Request {
-        source: config.data.clone().unwrap_or(own.source),
-        validation: config.validation.unwrap_or(own.validation),
-        ..own
-    })
+    let mut request = plan::request(&preset, config.offline)?;
+    if let Some(source) = &config.data {
+        request.source = source.clone();
+    }
+    request.reading.validation = config.validation.unwrap_or(request.reading.validation);
+    Ok(request)
 }
 
 /// What `gpt score` was asked to do.
@@ -183,12 +188,13 @@ pub fn score(config: &ScoreConfig, report: &mut dyn Report) -> Result<ScoreSumma
     let Opened { place, model, tokenizer } = open(config.checkpoint.as_deref(), report)?;
     let ids = tokenizer.encode(&config.text)?;
     let context = model.config.max_position_embeddings;
-    let tokens = Tokens::ids(vec![ids.clone()], false, tokenizer.end_of_text(), tokenizer.byte_lengths());
+    let tokens = Tokens::plain(ids.clone(), tokenizer.byte_lengths(), tokenizer.end_of_text());
     let mut ctx = Ctx::cpu(config.family);
     let mut logprobs = vec![None; ids.len().min(1)];
     // Past the context, windows overlap by half, so that no token is scored with less than that before it.
     for window in windows::held_out(&tokens, context, context.div_ceil(2)) {
-        let batch = Batch { seq: window.inputs.len(), inputs: window.inputs, targets: window.targets };
+        let seq = window.inputs.len();
+        let batch = Batch::new(window.inputs, window.targets, seq);
         let nll = model.nll(&mut ctx, &batch)?;
         let nll = storage::read::<f32>("score", &nll)?;
         let scored = batch.targets.iter().zip(nll.iter()).filter(|(target, _)| **target != windows::IGNORE);

@@ -3,14 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-use super::report::{Event, Report};
+use super::report::{Event, Interrupt, Preparing, Report};
 use super::run_folder::PRESET;
 use super::train::TrainConfig;
 use crate::checkpoint::RUNS;
 use crate::checkpoint::config_json;
 use crate::checkpoint::model_folder::ModelFolder;
 use crate::checkpoint::steps::StepFolder;
-use crate::data::{self, Corpus, windows::Windows};
+use crate::data::{self, Corpus, encoding::Invalid, place::Place};
 use crate::device;
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
@@ -28,6 +28,7 @@ pub struct Resolved {
     pub tokenizer: Tokenizer,
     pub corpus: Corpus,
     pub context: usize,
+    pub pack: data::Pack,
     pub plan: Plan,
     pub optimizer: Settings,
     pub windows_per_epoch: u64,
@@ -55,9 +56,10 @@ pub fn place(config: &TrainConfig) -> Result<PathBuf> {
     }
     let source = config.given.iter().rev().find(|(key, _)| key == "data.source").map(|(_, value)| value.as_str());
     let preset = config.preset.as_deref().unwrap_or("tiny");
-    let stem = |path: &str| Path::new(path).file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let data = stem(source.unwrap_or("stories"));
-    let name = if data == stem(preset) { data } else { format!("{}-{data}", stem(preset)) };
+    let sources = data::source::parse(source.unwrap_or("stories"))?;
+    let names: Vec<String> = sources.iter().map(|s| data::short(&s.name)).collect();
+    let (data, preset) = (names.join("+"), data::short(preset));
+    let name = if data == preset { data } else { format!("{preset}-{data}") };
     let numbered = |n: usize| Path::new(RUNS).join(if n == 1 { name.clone() } else { format!("{name}-{n}") });
     let free = (1..).find(|n| !numbered(*n).exists()).expect("some number is free");
     Ok(numbered(if config.resume { free.saturating_sub(1).max(1) } else { free }))
@@ -69,6 +71,7 @@ pub fn resolve(
     place: &Path,
     step: Option<&StepFolder>,
     report: &mut dyn Report,
+    interrupt: &Interrupt,
 ) -> Result<Resolved> {
     let mut preset = preset(config, step, report)?;
     let (tokenizer, gpt_config) = match (&config.init_from, step) {
@@ -83,15 +86,18 @@ pub fn resolve(
     preset.train.dtype = precision(&preset, config.family).name().into();
     // What could not be written at the end is refused at the start.
     config_json::write(&gpt_config, tokenizer.end_of_text())?;
-    let corpus = data::open(&request(&preset), &tokenizer)?;
-    corpus.notes.iter().for_each(|note| report.event(Event::Note(note.clone())));
+    let pack = data::Pack::named(&preset.data.pack)?;
+    let request = request(&preset, config.offline)?;
+    let corpus = data::open(&request, &tokenizer, &mut Preparing::new(report, interrupt))?;
     let context = gpt_config.max_position_embeddings;
-    data::require_window("training", &corpus.train, context)?;
-    if preset.data.validation > 0.0 && corpus.validation.len() < 2 {
+    for source in &corpus.sources {
+        data::require_window(&source.name, &source.train, context)?;
+    }
+    if preset.data.validation > 0.0 && corpus.validation_tokens() < 2 {
         let what = format!("the held-out split of {} has nothing in it", preset.data.source);
         // A few tokens more than the two that are needed, as a share rounded up to thousandths.
-        let share = (4e3 / corpus.train.len().max(8) as f64).ceil() / 1e3;
-        let hint = match corpus.train.has_documents() {
+        let share = (4e3 / corpus.train_tokens().max(8) as f64).ceil() / 1e3;
+        let hint = match corpus.has_documents() {
             false => format!("--validation {share} holds some tokens out, --validation 0 none"),
             true => {
                 "give more documents or a larger share with --validation, or --validation 0 to hold nothing out".into()
@@ -99,7 +105,7 @@ pub fn resolve(
         };
         return Err(Error::failed(what).with_hint(hint));
     }
-    let windows_per_epoch = Windows::new(&corpus.train, context, 0).per_epoch();
+    let windows_per_epoch = corpus.windows(context, 0, pack).per_epoch();
     let plan = Plan {
         schedule: schedule(&preset, context, windows_per_epoch)?,
         batch: preset.train.batch,
@@ -110,7 +116,7 @@ pub fn resolve(
     };
     let optimizer = optimizer(&preset)?;
     let resolved =
-        Resolved { preset, config: gpt_config, tokenizer, corpus, context, plan, optimizer, windows_per_epoch };
+        Resolved { preset, config: gpt_config, tokenizer, corpus, context, pack, plan, optimizer, windows_per_epoch };
     if resolved.plan.schedule.steps < step.map_or(0, |s| s.step) {
         let what = format!("the run in {} is at step {} already", place.display(), step.map_or(0, |s| s.step));
         return Err(Error::usage(what).with_hint("give a larger --steps to train on"));
@@ -158,12 +164,22 @@ fn apply(preset: &mut Preset, given: &[(String, String)], report: &mut dyn Repor
 }
 
 /// The data that a preset asks for.
-pub(super) fn request(preset: &Preset) -> data::Request {
+pub(super) fn request(preset: &Preset, offline: bool) -> Result<data::Request> {
     let d = &preset.data;
-    data::Request { source: d.source.clone(), validation: d.validation, bytes: d.bytes, any_bytes: d.allow_binary }
+    let reading = data::Reading {
+        validation: d.validation,
+        any_bytes: d.allow_binary,
+        invalid: Invalid::named(&d.invalid_utf8)?,
+        line_endings: data::LineEndings::named(&d.line_endings)?,
+        field: d.field.clone(),
+        separator: d.separator.clone(),
+        deduplicate: d.deduplicate,
+        cleaning: data::Cleaning::None,
+    };
+    Ok(data::Request { source: d.source.clone(), bytes: d.bytes, reading, offline, place: Place::of_user() })
 }
 
-fn tokenizer(preset: &Preset) -> Result<Tokenizer> {
+pub(super) fn tokenizer(preset: &Preset) -> Result<Tokenizer> {
     match preset.tokenizer.file.as_str() {
         "bytes" => Ok(Tokenizer::bytes()),
         path => Tokenizer::open(Path::new(path)),
@@ -255,10 +271,10 @@ pub struct DryRun {
 }
 
 /// Works out a run without doing any of it.
-pub fn dry_run(config: &TrainConfig, report: &mut dyn Report) -> Result<DryRun> {
+pub fn dry_run(config: &TrainConfig, report: &mut dyn Report, interrupt: &Interrupt) -> Result<DryRun> {
     let place = place(config)?;
     let step = if config.resume { crate::checkpoint::steps::newest(&place)?.0 } else { None };
-    let resolved = resolve(config, &place, step.as_ref(), report)?;
+    let resolved = resolve(config, &place, step.as_ref(), report, interrupt)?;
     let (state_bytes, activation_bytes) = memory(&resolved);
     let (_, available_bytes) = device::memory();
     Ok(DryRun {
@@ -268,8 +284,8 @@ pub fn dry_run(config: &TrainConfig, report: &mut dyn Report) -> Result<DryRun> 
         tokens_per_step: resolved.tokens_per_step(),
         steps: resolved.plan.schedule.steps,
         epochs: resolved.epochs(),
-        train_tokens: resolved.corpus.train.len(),
-        val_tokens: resolved.corpus.validation.len(),
+        train_tokens: resolved.corpus.train_tokens(),
+        val_tokens: resolved.corpus.validation_tokens(),
         state_bytes,
         activation_bytes,
         available_bytes,

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use super::sample::SampledRow;
+use crate::data::progress;
+use crate::error::{Error, Result};
 
 #[derive(Clone, Debug)]
 pub enum Event {
@@ -13,7 +15,9 @@ pub enum Event {
     /// Something that may not be what was meant.
     Warning(String),
     /// A training step is done.
-    Step(Progress),
+    Step(StepProgress),
+    /// Data is being prepared: what is done, to how many bytes of how many; `None` when it is over.
+    Preparing(Option<Preparation>),
     /// A state was saved there.
     Saved(PathBuf),
     /// The text of row `number` of `of` comes next.
@@ -26,7 +30,7 @@ pub enum Event {
 
 /// Where a training run stands.
 #[derive(Clone, Copy, Debug)]
-pub struct Progress {
+pub struct StepProgress {
     pub step: u64,
     pub steps: u64,
     pub loss: f32,
@@ -38,8 +42,65 @@ pub struct Progress {
     pub seconds_left: f64,
 }
 
+/// Where the preparation of data stands.
+#[derive(Clone, Debug)]
+pub struct Preparation {
+    /// `fetching wikitext-2-raw-v1.zip`, `tokenizing`.
+    pub what: String,
+    pub done: u64,
+    pub total: Option<u64>,
+}
+
 pub trait Report {
     fn event(&mut self, event: Event);
+}
+
+/// Passes on what data tells, and Ctrl-C to it.
+pub struct Preparing<'a> {
+    pub report: &'a mut dyn Report,
+    pub interrupt: &'a Interrupt,
+    current: Option<Preparation>,
+    shown: u64,
+}
+
+impl<'a> Preparing<'a> {
+    pub fn new(report: &'a mut dyn Report, interrupt: &'a Interrupt) -> Self {
+        Self { report, interrupt, current: None, shown: 0 }
+    }
+}
+
+/// Bytes between two events: a bar need not be drawn more often.
+const EVERY: u64 = 1 << 18;
+
+impl progress::Progress for Preparing<'_> {
+    fn begin(&mut self, what: &str, total: Option<u64>) {
+        self.current = Some(Preparation { what: what.to_owned(), done: 0, total });
+        self.shown = 0;
+        self.report.event(Event::Preparing(self.current.clone()));
+    }
+
+    fn at(&mut self, done: u64) -> Result<()> {
+        if self.interrupt.requested() {
+            let what = "stopped while the data was prepared";
+            return Err(Error::failed(what).with_hint("run it again: it goes on from there"));
+        }
+        let Some(current) = &mut self.current else { return Ok(()) };
+        current.done = done;
+        if done.abs_diff(self.shown) >= EVERY {
+            self.shown = done;
+            self.report.event(Event::Preparing(self.current.clone()));
+        }
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        self.current = None;
+        self.report.event(Event::Preparing(None));
+    }
+
+    fn note(&mut self, text: String) {
+        self.report.event(Event::Note(text));
+    }
 }
 
 /// Set when the user wants to stop; looked at between steps.

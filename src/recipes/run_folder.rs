@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::atomic::{self, Fill};
 use crate::checkpoint::lock::RunLock;
 use crate::checkpoint::model_folder::{self, Companions};
 use crate::checkpoint::steps::{self, StepFolder};
 use crate::checkpoint::weights::Tensors;
 use crate::error::{Error, Result};
+use crate::files::atomic::{self, Fill};
 use crate::model::gpt::Gpt;
 use crate::nn::parameter::NamedTensor;
 use crate::ops::storage;

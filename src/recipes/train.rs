@@ -7,12 +7,11 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::plan::{self, Resolved};
-use super::report::{Event, Interrupt, Progress, Report};
+use super::report::{Event, Interrupt, Report, StepProgress};
 use super::run_folder::{RunFolder, State};
 use super::sample;
 use crate::checkpoint::model_folder::{Companions, ModelFolder};
 use crate::checkpoint::steps::{self, StepFolder};
-use crate::data::windows::{Windows, held_out};
 use crate::device;
 use crate::error::{Error, Result};
 use crate::eval::{self, Evaluation};
@@ -31,6 +30,8 @@ pub struct TrainConfig {
     pub out: Option<PathBuf>,
     pub resume: bool,
     pub init_from: Option<PathBuf>,
+    /// Never ask a server for data.
+    pub offline: bool,
     pub family: Family,
 }
 
@@ -66,11 +67,11 @@ pub struct TrainSummary {
 pub fn run(config: &TrainConfig, report: &mut dyn Report, interrupt: &Interrupt) -> Result<TrainSummary> {
     let place = plan::place(config)?;
     let found = find_step(config, &place, report)?;
-    let resolved = plan::resolve(config, &place, found.as_ref(), report)?;
+    let resolved = plan::resolve(config, &place, found.as_ref(), report, interrupt)?;
     refuse_existing(config, &place)?;
     let mut folder = RunFolder::open(&place)?;
     let (mut trainer, best) = trainer(config, &resolved, found.as_ref(), &mut folder, report)?;
-    let windows = Windows::new(&resolved.corpus.train, resolved.context, resolved.preset.train.seed);
+    let windows = resolved.corpus.windows(resolved.context, resolved.preset.train.seed, resolved.pack);
     let clock = Clock { start: Instant::now(), first_step: trainer.step, seconds: 0.0 };
     let mut run =
         Run { resolved: &resolved, folder, report, interrupt, companions: companions(&resolved), clock, last: None };
@@ -128,7 +129,7 @@ fn trainer(
         );
         report.event(Event::Warning(what));
     }
-    let (tokens, tokenizer) = (resolved.corpus.train.len() as u64, resolved.tokenizer.hash());
+    let (tokens, tokenizer) = (resolved.corpus.train_tokens() as u64, resolved.tokenizer.hash());
     if state.tokenizer != tokenizer {
         let what = "the run was trained with another tokenizer: its ids mean something else";
         return Err(Error::failed(what).with_hint("name the tokenizer of the run, or start another run"));
@@ -144,7 +145,7 @@ fn trainer(
 fn companions(resolved: &Resolved) -> Companions {
     let end_of_text = resolved.tokenizer.end_of_text();
     let line_break = resolved.tokenizer.encode("\n").ok().and_then(|ids| ids.first().copied());
-    let documents = resolved.corpus.train.has_documents();
+    let documents = resolved.corpus.has_documents();
     Companions {
         end_of_text,
         start: line_break.filter(|_| !documents).unwrap_or(end_of_text),
@@ -173,10 +174,10 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn evaluate(&self, trainer: &mut Trainer, most: u64) -> Result<Option<Evaluation>> {
-        let (tokens, context) = (&self.resolved.corpus.validation, self.resolved.context);
+        let (corpus, context) = (&self.resolved.corpus, self.resolved.context);
         let most = if most == 0 { usize::MAX } else { most as usize };
         let mut taken = 0;
-        let windows = held_out(tokens, context, context).take_while(|w| {
+        let windows = corpus.held_out(context, context).take_while(|w| {
             taken += w.inputs.len();
             taken <= most.max(w.inputs.len())
         });
@@ -242,7 +243,7 @@ impl Hooks for Run<'_> {
             cursor: trainer.cursor,
             best,
             kernels: trainer.ctx.family().name().to_owned(),
-            train_tokens: self.resolved.corpus.train.len() as u64,
+            train_tokens: self.resolved.corpus.train_tokens() as u64,
             tokenizer: self.resolved.tokenizer.hash(),
         };
         let preset = &self.resolved.preset;
@@ -258,7 +259,7 @@ impl Hooks for Run<'_> {
         let steps = self.resolved.plan.schedule.steps;
         let tokens_per_second = self.tokens_per_second(record.step);
         let left = (steps - record.step) * self.resolved.tokens_per_step();
-        self.report.event(Event::Step(Progress {
+        self.report.event(Event::Step(StepProgress {
             step: record.step,
             steps,
             loss: record.loss,

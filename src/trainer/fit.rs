@@ -69,7 +69,9 @@ pub fn fit(
     while trainer.step < plan.schedule.steps {
         let start = std::time::Instant::now();
         let batches = next_batches(plan, windows, trainer.cursor);
-        trainer.cursor += (plan.batch * plan.accumulate) as u64;
+        let step = (plan.batch * plan.accumulate) as u64;
+        trainer.cursor += step;
+        windows.prefetch(trainer.cursor..trainer.cursor + step);
         let record = trainer.train_step(&batches, plan.schedule.learning_rate(trainer.step))?;
         let seconds = start.elapsed().as_secs_f64();
         skips = if record.skipped { skips + 1 } else { 0 };
@@ -107,12 +109,15 @@ pub fn fit(
 fn next_batches(plan: &Plan, windows: &Windows, cursor: u64) -> Vec<Batch> {
     let micro = |m: usize| {
         let mut batch = Batch::default();
+        let mut starts = Vec::new();
         for row in 0..plan.batch {
             let window = windows.window(cursor + (m * plan.batch + row) as u64);
-            batch.seq = window.inputs.len();
+            batch.layout.seq = window.inputs.len();
             batch.inputs.extend(window.inputs);
             batch.targets.extend(window.targets);
+            starts.extend(window.starts.into_iter().flatten());
         }
+        batch.layout.starts = (!starts.is_empty()).then(|| starts.into());
         batch
     };
     (0..plan.accumulate).map(micro).collect()

@@ -102,7 +102,7 @@ fn decoding_computes_the_forward_that_was_trained() {
             let plain = Plain::new(config.clone(), SEED);
             let model = Gpt::build(&config, &mut |name, shape| Ok(plain.weight(name, shape))).unwrap();
             let (inputs, targets) = (tokens(48), tokens(49)[1..].to_vec());
-            let batch = Batch { inputs: inputs.clone(), targets: targets.clone(), seq: 48 };
+            let batch = Batch::new(inputs.clone(), targets.clone(), 48);
             let trained = model.nll(&mut Ctx::cpu(family), &batch).unwrap();
             let trained = storage::read::<f32>("test", &trained).unwrap();
             engine_on(family, &config)

@@ -20,7 +20,7 @@ fn ids(salt: u64, rows: usize, seq: usize, vocab: usize) -> Vec<Vec<u32>> {
 }
 
 fn batch(inputs: &[Vec<u32>], targets: &[Vec<u32>]) -> Batch {
-    Batch { inputs: inputs.concat(), targets: targets.concat(), seq: inputs[0].len() }
+    Batch::new(inputs.concat(), targets.concat(), inputs[0].len())
 }
 
 fn configs() -> Vec<GptConfig> {

@@ -7,6 +7,7 @@ use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::{llama, mistral, qwen3};
 use gpt::model::config::{GptConfig, ModelType};
 use gpt::model::gpt::Gpt;
+use gpt::nn::attention::Layout;
 use gpt::nn::dropout::Dropout;
 use gpt::ops::{ctx::Ctx, simd::Family, storage};
 use gpt::tape::Tape;
@@ -38,7 +39,7 @@ fn ours(config: &GptConfig) -> (Vec<Vec<f32>>, VarBuilder<'static>) {
     })
     .unwrap();
     let mut ctx = Ctx::cpu(Family::detect());
-    let hidden = model.hidden(&mut ctx, &mut Tape::inference(), &tokens(), SEQ, Dropout::off()).unwrap();
+    let hidden = model.hidden(&mut ctx, &mut Tape::inference(), &tokens(), &Layout::of(SEQ), Dropout::off()).unwrap();
     let hidden =
         storage::tensor(storage::read::<f32>("test", hidden.value()).unwrap().to_vec(), hidden.value().shape());
     let head = if config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };

@@ -23,7 +23,7 @@ fn tensors_come_back_bit_for_bit_and_equal_ones_give_equal_files() {
     let bytes = to_bytes(&tensors()).unwrap();
     let mut reversed = tensors();
     reversed.reverse();
-    crate::checkpoint::atomic::write(&path, Tensors(&reversed)).unwrap();
+    crate::files::atomic::write(&path, Tensors(&reversed)).unwrap();
     assert_eq!(bytes, std::fs::read(&path).unwrap());
     let weights = Weights::open(&path).unwrap();
     for t in tensors() {
@@ -105,10 +105,10 @@ fn every_kind_of_damage_is_named() {
 fn a_reader_keeps_the_file_that_it_opened() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
-    crate::checkpoint::atomic::write(&path, Tensors(&tensors())).unwrap();
+    crate::files::atomic::write(&path, Tensors(&tensors())).unwrap();
     let weights = Weights::open(&path).unwrap();
     let other = NamedTensor { name: "a".into(), shape: vec![1], data: vec![9.0] };
-    crate::checkpoint::atomic::write(&path, Tensors(&[other])).unwrap();
+    crate::files::atomic::write(&path, Tensors(&[other])).unwrap();
     assert_eq!(weights.get("b", &[2, 3]).unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
 }
 

@@ -18,7 +18,7 @@ const OP: &str = "attention";
 
 /// The shape of an attention.
 #[derive(Clone, Copy, Debug)]
-pub struct Attention {
+pub struct Attention<'a> {
     /// B, the number of sequences.
     pub batch: usize,
     /// T, the tokens of each.
@@ -26,6 +26,24 @@ pub struct Attention {
     pub heads: Heads,
     /// The number of keys that a token sees, itself included; `None` sees all that came before.
     pub window: Option<usize>,
+    /// For each of the N tokens, the first one of its sequence that it may see: where its document begins. They do not fall
+    /// within a sequence. `None` lets it see all that came before.
+    pub starts: Option<&'a [u32]>,
+}
+
+/// Which keys the queries of one sequence see.
+#[derive(Clone, Copy)]
+struct Sight<'a> {
+    window: Option<usize>,
+    starts: Option<&'a [u32]>,
+}
+
+impl Sight<'_> {
+    /// The first key that the query at `position` sees; the last is its own. It does not fall from one to the next.
+    fn first_key(&self, position: usize) -> usize {
+        let window = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
+        self.starts.map_or(window, |starts| window.max(starts[position] as usize))
+    }
 }
 
 /// What the backward needs of the forward.
@@ -80,20 +98,28 @@ pub fn backward(
     Ok(())
 }
 
-impl Attention {
+impl Attention<'_> {
     /// What scores are multiplied by: 1 / sqrt(D).
     fn scale(&self) -> f32 {
         (1.0 / (self.heads.dim as f64).sqrt()) as f32
     }
 
-    /// The first key that the query at `position` sees; the last is its own.
-    fn first_key(&self, position: usize) -> usize {
-        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    /// What the queries of a sequence see.
+    fn sight(&self, sequence: usize) -> Sight<'_> {
+        let starts = self.starts.map(|starts| &starts[sequence * self.seq..][..self.seq]);
+        Sight { window: self.window, starts }
     }
 
     fn check(&self) -> Result<()> {
         if self.window == Some(0) {
             return Err(Error::op(OP, "a window of at least the token itself", "0"));
+        }
+        if let Some(starts) = self.starts {
+            expect("starts", starts.len(), self.batch * self.seq)?;
+            let wrong = |starts: &[u32]| !starts.is_sorted() || starts.iter().zip(0..).any(|(start, t)| *start > t);
+            if starts.chunks(self.seq.max(1)).any(wrong) {
+                return Err(Error::op(OP, "starts at or before their tokens, in order", "others"));
+            }
         }
         self.heads.check(OP)
     }
@@ -116,7 +142,7 @@ pub fn reference(qkv: &[f32], shape: Attention) -> (Vec<f64>, Vec<f64>) {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
     for (b, h, t) in (0..lse.len()).map(|i| (i / seq / h_count, i / seq % h_count, i % seq)) {
         let key = h_count + h / heads.group();
-        let keys = shape.first_key(t)..t + 1;
+        let keys = shape.sight(b).first_key(t)..t + 1;
         let score = |j: usize| dot(head(b, t, h), head(b, j, key)) / (d as f64).sqrt();
         let scores: Vec<f64> = keys.clone().map(score).collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -8,9 +8,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::checkpoint::atomic;
 use crate::engine::{Engine, Row, RowSettings};
 use crate::error::{Error, Result};
+use crate::files::atomic;
 
 const MAGIC: &[u8] = b"gpt-cache-1\n";
 

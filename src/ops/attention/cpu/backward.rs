@@ -80,7 +80,7 @@ impl<'a> Scratch<'a> {
 
 /// One sequence and key/value head.
 struct Task<'a> {
-    plan: Plan,
+    plan: Plan<'a>,
     inputs: Inputs<'a>,
     sequence: usize,
     key_head: usize,
@@ -113,6 +113,7 @@ impl<'a> Task<'a> {
         let (plan, Attention { seq, heads, .. }) = (self.plan, self.plan.shape);
         let (dim, padded, range) = (heads.dim, plan.padded, plan.queries(block));
         let (len, width) = (range.len(), heads.attention_size());
+        let sight = plan.shape.sight(self.sequence);
         let dout = plan.head(self.inputs.dout, self.sequence, h * dim, width);
         let out = plan.head(self.inputs.out, self.sequence, h * dim, width);
         copy_rows(plan.family, self.qkv(h), range.clone(), plan.shape.scale(), scratch.queries);
@@ -123,11 +124,11 @@ impl<'a> Task<'a> {
         delta_rows(plan.family, scratch.dout, &out.data[range.start * width..], width, dim, &mut deltas[..len]);
         let lse = &self.inputs.lse[(self.sequence * heads.attention + h) * seq + range.start..][..len];
         scratch.dqueries.fill(0.0);
-        for meeting in plan.meetings(range) {
+        for meeting in Plan::meetings(sight, range) {
             let Meeting { rows, first_key, .. } = &meeting;
             plan.times_keys(scratch.queries, scratch.keys_t, &meeting, scratch.scores);
             plan.times_keys(scratch.dout, scratch.values_t, &meeting, scratch.dscores);
-            meeting.mask(plan.shape, scratch.scores);
+            meeting.mask(sight, scratch.scores);
             let (lse, deltas) = (&lse[rows.clone()], &deltas[rows.clone()]);
             gradient_rows(plan.family, scratch.scores, scratch.dscores, meeting.lanes(), lse, deltas);
             let (p, ds) = (meeting.block(scratch.scores), meeting.block(scratch.dscores));

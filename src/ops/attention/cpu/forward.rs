@@ -32,7 +32,7 @@ pub fn scratch(plan: &Plan) -> [usize; 5] {
 
 /// One sequence and key/value head.
 struct Task<'a> {
-    plan: Plan,
+    plan: Plan<'a>,
     qkv: &'a [f32],
     sequence: usize,
     key_head: usize,
@@ -42,6 +42,7 @@ impl Task<'_> {
     /// Every `splits`th block of queries from `split` on, so that all splits get short and long ones.
     fn run(&self, (split, splits): (usize, usize), scratch: [&mut [f32]; 5], out: Columns, lse: Columns) {
         let (plan, Attention { seq, heads, .. }) = (self.plan, self.plan.shape);
+        let sight = plan.shape.sight(self.sequence);
         let [keys, values, queries, scores, sums] = scratch;
         let head = |h: usize| plan.head(self.qkv, self.sequence, h * heads.dim, heads.qkv_size());
         plan.pack_keys(head(heads.attention + self.key_head), keys);
@@ -51,9 +52,9 @@ impl Task<'_> {
                 copy_rows(plan.family, head(h), range.clone(), plan.shape.scale(), queries);
                 let mut rows = [Softmax::START; QUERIES];
                 sums.fill(0.0);
-                for meeting in plan.meetings(range.clone()) {
+                for meeting in Plan::meetings(sight, range.clone()) {
                     plan.times_keys(queries, keys, &meeting, scores);
-                    meeting.mask(plan.shape, scores);
+                    meeting.mask(sight, scores);
                     let sums = &mut sums[meeting.rows.start * plan.padded..meeting.rows.end * plan.padded];
                     let rows = &mut rows[meeting.rows.clone()];
                     softmax_rows(plan.family, scores, meeting.lanes(), rows, sums, plan.padded);

@@ -14,7 +14,7 @@ use std::ops::Range;
 pub use backward::{Inputs, backward};
 pub use forward::forward;
 
-use super::Attention;
+use super::{Attention, Sight};
 use crate::ops::gemm::{Matrix, Store, Tile, multiply_panel, pack_panel, panel_width};
 use crate::ops::simd::{Family, LANES, simd_fn};
 
@@ -25,9 +25,9 @@ const KEYS: usize = 64;
 
 /// The sizes that every task shares.
 #[derive(Clone, Copy)]
-struct Plan {
+struct Plan<'a> {
     family: Family,
-    shape: Attention,
+    shape: Attention<'a>,
     /// Width of the panels over keys, which `KEYS` is a multiple of.
     key_width: usize,
     /// Width of the panels over the columns of a head.
@@ -36,8 +36,8 @@ struct Plan {
     padded: usize,
 }
 
-impl Plan {
-    fn new(family: Family, shape: Attention) -> Self {
+impl<'a> Plan<'a> {
+    fn new(family: Family, shape: Attention<'a>) -> Self {
         let dim_width = panel_width(family, shape.heads.dim);
         let padded = shape.heads.dim.next_multiple_of(dim_width);
         Self { family, shape, key_width: panel_width(family, shape.seq.min(KEYS)), dim_width, padded }
@@ -58,13 +58,13 @@ impl Plan {
     }
 
     /// The blocks of keys of which a block of queries sees anything.
-    fn meetings(self, queries: Range<usize>) -> impl Iterator<Item = Meeting> {
-        let first = self.shape.first_key(queries.start) / KEYS;
-        (first..queries.end.div_ceil(KEYS)).map(move |block| Meeting::new(self.shape, &queries, block * KEYS))
+    fn meetings(sight: Sight<'a>, queries: Range<usize>) -> impl Iterator<Item = Meeting> {
+        let first = sight.first_key(queries.start) / KEYS;
+        (first..queries.end.div_ceil(KEYS)).map(move |block| Meeting::new(sight, &queries, block * KEYS))
     }
 
     /// A head's rows of one sequence as a matrix (T, D); `column` is the head's first.
-    fn head<'a>(&self, data: &'a [f32], sequence: usize, column: usize, stride: usize) -> Matrix<'a> {
+    fn head<'b>(&self, data: &'b [f32], sequence: usize, column: usize, stride: usize) -> Matrix<'b> {
         let Attention { seq, heads, .. } = self.shape;
         let data = &data[sequence * seq * stride + column..];
         Matrix { data, rows: seq, cols: heads.dim, row_stride: stride, col_stride: 1 }
@@ -117,12 +117,15 @@ struct Meeting {
 }
 
 impl Meeting {
-    fn new(shape: Attention, queries: &Range<usize>, first_key: usize) -> Self {
+    fn new(sight: Sight, queries: &Range<usize>, first_key: usize) -> Self {
         let columns = (first_key + KEYS).min(queries.end) - first_key;
         let start = queries.start.max(first_key);
-        // The last key is seen by itself and the window - 1 queries after it.
-        let end = shape.window.map_or(queries.end, |w| queries.end.min((first_key + columns - 1).saturating_add(w)));
-        let whole = first_key + columns - 1 <= start && shape.first_key(end - 1) <= first_key;
+        // The last key is seen by itself and the queries after it up to one whose window or document begins later.
+        let (mut end, last) = (queries.end, first_key + columns - 1);
+        while sight.first_key(end - 1) > last {
+            end -= 1;
+        }
+        let whole = last <= start && sight.first_key(end - 1) <= first_key;
         Self {
             first_key,
             rows: start - queries.start..end - queries.start,
@@ -137,11 +140,11 @@ impl Meeting {
     }
 
     /// Gives hidden scores a probability of exactly zero.
-    fn mask(&self, shape: Attention, scores: &mut [f32]) {
+    fn mask(&self, sight: Sight, scores: &mut [f32]) {
         let Some(start) = self.masked_from else { return };
         for (i, scores) in scores.chunks_exact_mut(KEYS).take(self.rows.len()).enumerate() {
             let query = start + i;
-            let hidden_before = shape.first_key(query).saturating_sub(self.first_key).min(KEYS);
+            let hidden_before = sight.first_key(query).saturating_sub(self.first_key).min(KEYS);
             let hidden_after = (query + 1 - self.first_key).min(self.columns);
             scores[..hidden_before].fill(f32::NEG_INFINITY);
             scores[hidden_after..self.lanes()].fill(f32::NEG_INFINITY);
@@ -234,14 +237,26 @@ mod tests {
     fn meetings_cover_each_visible_pair_once_and_hide_the_others() {
         let heads = Heads { attention: 1, key_value: 1, dim: 4 };
         for seq in [1, 5, 48, 49, 63, 64, 65, 130, 200] {
-            for window in [None, Some(1), Some(2), Some(17), Some(64), Some(100), Some(usize::MAX)] {
-                let shape = Attention { batch: 1, seq, heads, window };
+            // Documents of all lengths, of one, and of one token each.
+            let lengths: [&dyn Fn(usize) -> u32; 3] = [
+                &|t| {
+                    [0, 1, 3, 7, 60, 64, 65, 129, 190][..].iter().copied().filter(|s| *s <= t as u32).max().unwrap_or(0)
+                },
+                &|_| 0,
+                &|t| t as u32,
+            ];
+            let documents = lengths.map(|start| (0..seq).map(start).collect::<Vec<u32>>());
+            let starts = documents.iter().map(|s| Some(&s[..])).chain([None]);
+            for (starts, window) in starts.flat_map(|s| {
+                [None, Some(1), Some(2), Some(17), Some(64), Some(100), Some(usize::MAX)].map(|window| (s, window))
+            }) {
+                let shape = Attention { batch: 1, seq, heads, window, starts };
                 let plan = Plan::new(Family::detect(), shape);
                 let mut seen = vec![0; seq * seq];
                 for queries in (0..plan.query_blocks()).map(|block| plan.queries(block)) {
-                    for meeting in plan.meetings(queries.clone()) {
+                    for meeting in Plan::meetings(shape.sight(0), queries.clone()) {
                         let mut scores = vec![1f32; QUERIES * KEYS];
-                        meeting.mask(shape, &mut scores);
+                        meeting.mask(shape.sight(0), &mut scores);
                         for (row, scores) in meeting.rows.clone().zip(scores.chunks_exact(KEYS)) {
                             let visible = scores[..meeting.lanes()].iter().enumerate().filter(|(_, s)| s.is_finite());
                             visible.for_each(|(j, _)| seen[(queries.start + row) * seq + meeting.first_key + j] += 1);
@@ -249,7 +264,8 @@ mod tests {
                     }
                 }
                 for (i, j) in (0..seq * seq).map(|at| (at / seq, at % seq)) {
-                    let visible = j <= i && window.is_none_or(|w| i - j < w);
+                    let own = starts.is_none_or(|s| j >= s[i] as usize);
+                    let visible = j <= i && window.is_none_or(|w| i - j < w) && own;
                     assert_eq!(seen[i * seq + j], usize::from(visible), "T {seq}, window {window:?}: {i} sees {j}");
                 }
             }
@@ -261,7 +277,7 @@ mod tests {
         for family in Family::ALL {
             let parts = |seq| {
                 let heads = Heads { attention: 1, key_value: 1, dim: 64 };
-                let plan = Plan::new(family, Attention { batch: 1, seq, heads, window: None });
+                let plan = Plan::new(family, Attention { batch: 1, seq, heads, window: None, starts: None });
                 [scratch_len(&forward::scratch(&plan)), scratch_len(&backward::scratch(&plan))]
             };
             for (short, long) in parts(4096).into_iter().zip(parts(8192)) {

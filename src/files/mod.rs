@@ -1,0 +1,3 @@
+//! Files that are whole or not there. A leaf, used by checkpoint and data.
+
+pub mod atomic;

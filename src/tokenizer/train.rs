@@ -1,0 +1,145 @@
+//! New tokenizers from text: byte pairs (Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", 2016,
+//! on bytes as in GPT-2) and characters. Called by the tokenizer recipe.
+//!
+//! The result depends on the text alone, not on threads or hashing: words are counted, and counts add up in any order; of
+//! pairs equally frequent the trainer takes the one of the lowest ids.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ahash::AHashMap;
+use compact_str::CompactString;
+use rayon::prelude::*;
+use serde_json::{Value, json};
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
+
+use super::{END_OF_TEXT, Tokenizer, byte_level_alphabet};
+use crate::error::{Error, Result};
+
+/// Text that is counted: pairs are counted in 32 bits by the trainer, and no vocabulary gets better from more.
+pub const MOST_BYTES: u64 = 1 << 30;
+
+/// Different words that are kept at most; beyond, the rarest are forgotten.
+const MOST_WORDS: usize = 1 << 21;
+
+/// The smallest vocabulary: 256 bytes and the end of text.
+pub const SMALLEST: usize = 257;
+
+/// How often each word comes.
+#[derive(Default)]
+pub struct Words(AHashMap<CompactString, u64>);
+
+impl Words {
+    /// Counts the words of pieces that begin and end where words do, with all threads. Bytes that are no text are no word.
+    pub fn add(&mut self, pieces: &[&[u8]]) {
+        let counted: Vec<_> = pieces.par_iter().map(|piece| count(&String::from_utf8_lossy(piece))).collect();
+        for words in counted {
+            words.into_iter().for_each(|(word, n)| *self.0.entry(word).or_default() += n);
+        }
+        let mut least = 2;
+        while self.0.len() > MOST_WORDS {
+            self.0.retain(|_, n| *n >= least);
+            least *= 2;
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// Where words end anyway: for cutting a long text before its words are counted.
+pub fn cut_words(text: &[u8], from: usize) -> Option<usize> {
+    super::cut::Cuts::of_words().next(text, from)
+}
+
+/// The words of GPT-2's pattern, in the letters of its bytes.
+fn count(text: &str) -> AHashMap<CompactString, u64> {
+    let mut words = AHashMap::new();
+    let mut pieces = PreTokenizedString::from(text);
+    let split = ByteLevel::default().add_prefix_space(false).pre_tokenize(&mut pieces);
+    split.expect("a fixed pattern splits every text");
+    for (word, ..) in pieces.get_splits(OffsetReferential::Original, OffsetType::None) {
+        *words.entry(CompactString::from(word)).or_default() += 1;
+    }
+    words
+}
+
+/// Refuses sizes that no vocabulary of byte pairs has.
+pub fn check_vocab(vocab_size: usize) -> Result<()> {
+    if (SMALLEST..=super::MOST_IDS).contains(&vocab_size) {
+        return Ok(());
+    }
+    Err(Error::usage(format!("a vocabulary of {vocab_size}"))
+        .with_hint(format!("--vocab takes {SMALLEST} (256 bytes and the end of text) to {}", super::MOST_IDS)))
+}
+
+/// A byte-level BPE of at most `vocab_size` ids. Fewer if the text has no more pairs.
+pub fn byte_pairs(words: &Words, vocab_size: usize) -> Result<Tokenizer> {
+    check_vocab(vocab_size)?;
+    let trainer = BpeTrainer::builder()
+        .show_progress(false)
+        .vocab_size(vocab_size)
+        .min_frequency(2)
+        .initial_alphabet(byte_level_alphabet().into_iter().collect())
+        .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+        .build();
+    let mut model = BPE::default();
+    trainer.do_train(&words.0, &mut model).map_err(|e| Error::failed(format!("training the tokenizer: {e}")))?;
+    let model = serde_json::to_value(&model).map_err(|e| Error::failed(format!("writing the tokenizer: {e}")))?;
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    assemble(model["vocab"].clone(), model["merges"].clone(), false, byte_level.clone(), byte_level)
+}
+
+/// A token for each of these characters, and 256 for the bytes of all others: the end of text, the bytes `<0x00>` to `<0xFF>`, then the characters in their order.
+pub fn characters(known: &BTreeSet<char>) -> Result<Tokenizer> {
+    let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
+    let names = std::iter::once(END_OF_TEXT.to_owned()).chain(bytes).chain(known.iter().map(char::to_string));
+    let vocab: BTreeMap<String, usize> = names.enumerate().map(|(id, name)| (name, id)).collect();
+    // Lines are words, so that no text is one word.
+    let lines = json!({
+        "type": "Split", "pattern": {"String": "\n"}, "behavior": "MergedWithPrevious", "invert": false
+    });
+    let decoder = json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]});
+    assemble(json!(vocab), json!([]), true, lines, decoder)
+}
+
+/// A tokenizer from the parts of its tokenizer.json. The vocabulary is written in the order of its ids.
+fn assemble(
+    vocab: Value,
+    merges: Value,
+    byte_fallback: bool,
+    pre_tokenizer: Value,
+    decoder: Value,
+) -> Result<Tokenizer> {
+    let mut by_id: Vec<(String, u64)> = vocab
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(token, id)| (token.clone(), id.as_u64().unwrap_or_default()))
+        .collect();
+    by_id.sort_by_key(|(_, id)| *id);
+    let vocab: serde_json::Map<String, Value> = by_id.into_iter().map(|(token, id)| (token, id.into())).collect();
+    let end = vocab.get(END_OF_TEXT).cloned().unwrap_or_default();
+    let json = json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [{
+            "id": end, "content": END_OF_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true
+        }],
+        "normalizer": null,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": null,
+        "decoder": decoder,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": byte_fallback, "ignore_merges": false,
+            "vocab": vocab, "merges": merges
+        }
+    });
+    let text = serde_json::to_string_pretty(&json).expect("a map of plain values") + "\n";
+    Tokenizer::parse(text, std::path::Path::new("tokenizer.json"))
+}
