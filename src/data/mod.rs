@@ -1,6 +1,8 @@
 //! From a name or a path to token ids in two splits. Called by the recipes.
 //!
-//!     source -> card, download -> archive -> encoding, format -> store (text) -> encode, token_file -> tokens -> windows
+//! ```text
+//! source -> card, download -> archive -> encoding, format -> store (text) -> encode, token_file -> tokens -> windows
+//! ```
 
 pub mod archive;
 pub mod card;

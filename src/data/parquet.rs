@@ -1,7 +1,6 @@
 //! The texts of one column of a parquet file. Called by `format`.
 
 use std::fs::File;
-use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 use ::parquet::column::reader::ColumnReader;
@@ -15,16 +14,6 @@ const BATCH: usize = 256;
 
 /// Each row's value of the column `field` is a document; rows without one are counted.
 pub fn read(path: &Path, field: &str, to: &mut dyn Documents) -> Result<()> {
-    // The parquet crate panics on some damaged files; what was read before stays in order.
-    std::panic::catch_unwind(AssertUnwindSafe(|| columns(path, field, to)))
-        .unwrap_or_else(|_| Err(damaged(path, "a damaged one")))
-}
-
-fn damaged(path: &Path, what: impl ToString) -> Error {
-    Error::file(path, "a parquet file", what.to_string()).with_hint("it may be cut off: fetch it again")
-}
-
-fn columns(path: &Path, field: &str, to: &mut dyn Documents) -> Result<()> {
     let file = File::open(path).map_err(|e| Error::io("read", path, e))?;
     let reader = SerializedFileReader::new(file).map_err(|e| damaged(path, e))?;
     let schema = reader.metadata().file_metadata().schema_descr_ptr();
@@ -67,4 +56,8 @@ fn columns(path: &Path, field: &str, to: &mut dyn Documents) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn damaged(path: &Path, what: impl ToString) -> Error {
+    Error::file(path, "a parquet file", what.to_string()).with_hint("it may be cut off: fetch it again")
 }

@@ -1,8 +1,10 @@
 //! The folder where downloads and prepared data are kept, and the right to write one thing in it.
 //!
-//!     <cache>/downloads/<set>/<file>     as served, with <file>.sha256 beside it
-//!     <cache>/texts/<key>/               documents in one text, see `store`
-//!     <cache>/tokens/<key>.tok           ids, see `token_file`
+//! ```text
+//! <cache>/downloads/<set>/<file>     as served, with <file>.sha256 beside it
+//! <cache>/texts/<key>/               documents in one text, see `store`
+//! <cache>/tokens/<key>.tok           ids, see `token_file`
+//! ```
 //!
 //! Everything in it can be made again: it may be deleted at any time when no run uses it.
 

@@ -1,7 +1,9 @@
 //! Documents on their way into one text: kept in memory while they are few, else written to the cache, and taken up again
 //! after an interruption. Called by `text`.
 //!
-//!     <cache>/texts/<key>/{text, ends, info.json}      made under <key>.part/ and renamed when whole
+//! ```text
+//! <cache>/texts/<key>/{text, ends, info.json}      made under <key>.part/ and renamed when whole
+//! ```
 //!
 //! The key is a hash of the files (path, size, time of change) and of how they were read, so that a text is prepared once.
 

@@ -94,7 +94,8 @@ pub fn create_folder(folder: &Path) -> Result<()> {
     if folder.as_os_str().is_empty() || folder.is_dir() {
         return Ok(());
     }
-    if folder.exists() {
+    // Another process may make it right now: what exists is looked at once more.
+    if folder.exists() && !folder.is_dir() {
         return Err(Error::file(folder, "a folder", "a file").with_hint("name another place"));
     }
     let parent = folder.parent().unwrap_or(Path::new("."));

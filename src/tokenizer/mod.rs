@@ -5,6 +5,7 @@
 mod cut;
 pub mod stream;
 pub mod train;
+mod words;
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -43,6 +44,8 @@ struct Json {
     byte_ids: Option<Vec<u32>>,
     /// Where a long text may be cut; found when first asked for.
     cuts: OnceLock<cut::Cuts>,
+    /// The short way to the ids, where there is one.
+    words: Option<words::Words>,
 }
 
 impl std::fmt::Debug for Tokenizer {
@@ -102,7 +105,8 @@ impl Tokenizer {
         };
         let drops = drops && !(byte_level && byte_level_alphabet().iter().all(|c| has(&inner, *c)));
         let byte_ids = byte_ids(&inner, byte_level);
-        let kind = Kind::Json(Box::new(Json { inner, byte_level, drops, byte_ids, cuts: OnceLock::new() }));
+        let words = words::Words::of(&inner, byte_level_alphabet()).filter(|_| byte_level && !drops);
+        let kind = Kind::Json(Box::new(Json { inner, byte_level, drops, byte_ids, cuts: OnceLock::new(), words }));
         Ok(Self { kind, bytes, end_of_text, json })
     }
 
@@ -121,12 +125,10 @@ impl Tokenizer {
                 return Err(no_token(lacking));
             }
         }
-        let encoding = json.inner.encode_fast(text, false).map_err(|e| {
-            // Models that have neither an unknown token nor bytes refuse the text; which character it was they do not say.
-            let lacking = text.chars().find(|c| json.inner.encode_fast(c.to_string(), false).is_err());
-            lacking.map_or_else(|| Error::failed(format!("the tokenizer cannot encode the text: {e}")), no_token)
-        })?;
-        Ok(encoding.get_ids().to_vec())
+        if let Some(ids) = json.words.as_ref().and_then(|words| words.encode(&json.inner, text)) {
+            return Ok(ids);
+        }
+        json.encode(text)
     }
 
     /// The ids of bytes that may be no text: what is not UTF-8 becomes the tokens of single bytes, where there are such.
@@ -231,6 +233,16 @@ fn byte_level_alphabet() -> [char; 256] {
 }
 
 impl Json {
+    /// The ids of a text from the tokenizers crate.
+    fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, false).map_err(|e| {
+            // Models that have neither an unknown token nor bytes refuse the text; which character it was they do not say.
+            let lacking = text.chars().find(|c| self.inner.encode_fast(c.to_string(), false).is_err());
+            lacking.map_or_else(|| Error::failed(format!("the tokenizer cannot encode the text: {e}")), no_token)
+        })?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
     /// Whether the model sees `c` and has no token for it. What a normalizer or pre-tokenizer takes away is not lacking.
     fn lacks(&self, c: char) -> bool {
         let mut text = [0; 4];

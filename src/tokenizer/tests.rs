@@ -218,3 +218,163 @@ fn damaged_files_are_named() {
     }
     assert!(Tokenizer::open(&dir.path().join("none.json")).is_err());
 }
+
+const FAMILIES: [&str; 4] = ["gpt2", "llama2", "llama3", "qwen2"];
+
+fn family(name: &str) -> Tokenizer {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers").join(name);
+    Tokenizer::open(&folder).unwrap()
+}
+
+/// Pairs of a text that has all kinds of words.
+fn trained(vocab: usize) -> Tokenizer {
+    let mut words = train::Words::default();
+    let text = "it's 42 o'clock; the cat sat on the mat, and they'll say émoji 😀 or 漢字 twice: the cat sat on the mat\n\n ok";
+    words.add(&[text.as_bytes(), b"  the  other text, the cat"]);
+    train::byte_pairs(&words, vocab).unwrap()
+}
+
+fn of_characters() -> Tokenizer {
+    train::characters(&"abc é漢\n\u{2581}".chars().collect()).unwrap()
+}
+
+/// tests/golden/tokenizers is written by scripts/peers/tokenizers_golden.py.
+#[test]
+fn ids_are_those_of_transformers() {
+    for name in FAMILIES {
+        let tokenizer = family(name);
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers").join(name);
+        let golden = std::fs::read_to_string(folder.join("golden.json")).unwrap();
+        let golden: Vec<serde_json::Value> = serde_json::from_str(&golden).unwrap();
+        assert!(golden.len() > 25);
+        for row in golden {
+            let text = row["text"].as_str().unwrap();
+            let ids: Vec<u32> = serde_json::from_value(row["ids"].clone()).unwrap();
+            assert_eq!(tokenizer.encode(text).unwrap(), ids, "{name}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn the_short_way_gives_the_ids_of_the_long_one() {
+    let is_short = |t: &Tokenizer| matches!(&t.kind, Kind::Json(json) if json.words.is_some());
+    for (name, short) in FAMILIES.into_iter().zip([true, false, true, true]) {
+        assert_eq!(is_short(&family(name)), short, "{name}");
+    }
+    let tokenizers = [family("gpt2"), family("llama3"), family("qwen2"), trained(300)];
+    for tokenizer in &tokenizers {
+        let Kind::Json(json) = &tokenizer.kind else { panic!("not bytes") };
+        for i in 0..300 {
+            let text = random_text(i, 80);
+            let long = json.encode(&text).unwrap();
+            // Twice: from the model, and from the table.
+            assert_eq!(tokenizer.encode(&text).unwrap(), long, "{text:?}");
+            assert_eq!(tokenizer.encode(&text).unwrap(), long, "{text:?}");
+        }
+        let special = "a<|endoftext|>b";
+        assert_eq!(tokenizer.encode(special).unwrap(), json.encode(special).unwrap());
+        assert!(tokenizer.encode(special).unwrap().contains(&tokenizer.end_of_text()));
+    }
+}
+
+/// Text of every plane, with much of what splits words.
+fn random_text(seed: u64, length: u64) -> String {
+    let pieces = [
+        " ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "the", "The", "12", "3456", "é", "e\u{301}", "漢字", "😀", "...",
+        "\u{a0}",
+    ];
+    (0..length)
+        .map(|j| match random(length * seed + j) {
+            r if r % 4 == 0 => char::from_u32((r / 4 % 0x11_0000) as u32).map_or("x".into(), String::from),
+            r if r % 4 == 1 => char::from_u32((r / 4 % 0x250) as u32).map_or("y".into(), String::from),
+            r => pieces[r / 4 % pieces.len()].to_owned(),
+        })
+        .collect()
+}
+
+#[test]
+fn every_text_and_every_bytes_come_back() {
+    let exact = [Tokenizer::bytes(), family("gpt2"), family("llama3"), trained(300), of_characters()];
+    let texts = (0..300).map(|i| random_text(i, 30)).chain(TEXTS.map(str::to_owned));
+    for text in texts {
+        for tokenizer in &exact {
+            let ids = tokenizer.encode(&text).unwrap();
+            assert_eq!(tokenizer.decode(&ids), text.as_bytes(), "{tokenizer:?} {text:?}");
+            let lengths = tokenizer.byte_lengths();
+            assert_eq!(ids.iter().map(|id| lengths[*id as usize] as usize).sum::<usize>(), text.len());
+        }
+        // Llama 2 puts a space before a text; Qwen 2 composes characters first.
+        if !text.is_empty() {
+            let llama = family("llama2");
+            assert_eq!(
+                llama.decode(&llama.encode(&text).unwrap()),
+                format!(" {text}").replace('\u{2581}', " ").as_bytes()
+            );
+        }
+    }
+    for i in 0..300u64 {
+        let bytes: Vec<u8> = (0..50).map(|j| (random(50 * i + j) % 256) as u8).collect();
+        for tokenizer in &exact {
+            assert_eq!(tokenizer.decode(&tokenizer.encode_bytes(&bytes).unwrap()), bytes, "{tokenizer:?}");
+        }
+    }
+}
+
+#[test]
+fn a_text_is_cut_where_its_ids_are_not_changed() {
+    let tokenizers = [family("gpt2"), family("llama3"), family("qwen2"), trained(300), of_characters()];
+    for (i, tokenizer) in tokenizers.iter().enumerate() {
+        let Kind::Json(json) = &tokenizer.kind else { panic!("not bytes") };
+        let cuts = cut::Cuts::find(&json.inner);
+        let expected =
+            if i == 4 { "Cuts { lines: true, spaces: false }" } else { "Cuts { lines: true, spaces: true }" };
+        assert_eq!(format!("{cuts:?}"), expected);
+        let mut tried = 0;
+        for seed in 0..400 {
+            let text = random_text(seed, 60);
+            let whole = tokenizer.encode(&text).unwrap();
+            let mut from = 0;
+            while let Some(at) = tokenizer.cut(text.as_bytes(), from) {
+                let (left, right) = text.as_bytes().split_at(at);
+                let parts = [left, right].map(|part| tokenizer.encode_bytes(part).unwrap()).concat();
+                assert_eq!(parts, whole, "{at} of {text:?}");
+                (from, tried) = (at + 1, tried + 1);
+            }
+        }
+        assert!(tried > 100, "{tried} cuts were tried");
+    }
+    assert_eq!(family("llama2").cut(b"one\ntwo three", 0), None, "each part would get a space of its own");
+}
+
+#[test]
+fn a_trained_tokenizer_is_the_same_every_time_and_survives_being_saved() {
+    let first = trained(320);
+    for threads in [1, 2, 4] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        for _ in 0..7 {
+            assert_eq!(pool.install(|| trained(320)).to_json(), first.to_json());
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokenizer.json");
+    std::fs::write(&path, first.to_json()).unwrap();
+    let opened = Tokenizer::open(&path).unwrap();
+    assert_eq!((opened.len(), opened.end_of_text()), (first.len(), first.end_of_text()));
+    assert_eq!(opened.encode("the cat").unwrap(), first.encode("the cat").unwrap());
+    assert!(first.encode("the cat sat on the mat").unwrap().len() < 12, "pairs were found");
+    // The smallest has no pairs; one larger than the text has pairs for ends early; others are refused.
+    assert_eq!(trained(257).len(), 257);
+    assert!(trained(5000).len() < 1000);
+    assert_eq!(train::byte_pairs(&train::Words::default(), 256).unwrap_err().exit_code(), 2);
+}
+
+#[test]
+fn characters_have_tokens_and_all_others_their_bytes() {
+    let tokenizer = of_characters();
+    assert_eq!(tokenizer.len(), 257 + 8);
+    let ids = tokenizer.encode("ab").unwrap();
+    assert_eq!(ids.iter().map(|id| tokenizer.bytes_of(*id)).collect::<Vec<_>>(), [b"a", b"b"]);
+    // A character that the text never had, and names of byte tokens in a text.
+    assert_eq!(tokenizer.encode("😀").unwrap().len(), 4);
+    assert_eq!(tokenizer.decode(&tokenizer.encode("😀<0x41>\u{2581}").unwrap()), "😀<0x41>\u{2581}".as_bytes());
+}

@@ -66,6 +66,8 @@ impl Place {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_gpt"));
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
+        // Nothing of a test goes into the cache of the user who runs it.
+        command.env("GPT_CACHE", self.path(".cache"));
         command
     }
 

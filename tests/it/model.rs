@@ -104,6 +104,48 @@ fn recomputing_blocks_changes_no_gradient() {
     assert_eq!(gradients(false), gradients(true));
 }
 
+/// Positions count on within a window, so that rotations, and with them the last bits, differ from those of a document alone.
+#[test]
+fn documents_that_share_a_window_and_do_not_see_each_other_train_as_if_alone() {
+    for config in configs() {
+        let lengths = [1, 4, 7, 3];
+        let seq = lengths.iter().sum();
+        let (inputs, targets) = (ids(1, 2, seq, 64), ids(2, 2, seq, 64));
+        let read = |t: &candle_core::Tensor| storage::read::<f32>("test", t).unwrap().to_vec();
+        let gradients = |model: &Gpt| model.parameters().iter().map(|p| read(p.gradient())).collect::<Vec<_>>();
+        let mut ctx = Ctx::cpu(Family::detect());
+        let (together, apart, across) = (model(&config), model(&config), model(&config));
+        let starts: Vec<u32> = lengths
+            .iter()
+            .scan(0, |at, n| {
+                *at += n;
+                Some(vec![(*at - n) as u32; *n])
+            })
+            .flatten()
+            .collect();
+        let mut packed = batch(&inputs, &targets);
+        let loss = read(&across.accumulate(&mut ctx, &packed, 1.0, Dropout::off()).unwrap())[0];
+        packed.layout.starts = Some([&starts[..], &starts].concat().into());
+        let packed_loss = read(&together.accumulate(&mut ctx, &packed, 1.0, Dropout::off()).unwrap())[0];
+        let mut alone_loss = 0.0;
+        for (inputs, targets) in inputs.iter().zip(&targets) {
+            let mut at = 0;
+            for n in lengths {
+                let one = Batch::new(inputs[at..at + n].to_vec(), targets[at..at + n].to_vec(), n);
+                alone_loss += read(&apart.accumulate(&mut ctx, &one, 1.0, Dropout::off()).unwrap())[0];
+                at += n;
+            }
+        }
+        assert!((packed_loss / alone_loss - 1.0).abs() < 1e-6, "{packed_loss} against {alone_loss}");
+        assert!((packed_loss / loss - 1.0).abs() > 1e-4, "seeing the documents before changes the loss");
+        for (packed, alone) in gradients(&together).iter().zip(&gradients(&apart)) {
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let off = norm(&mut packed.iter().zip(alone).map(|(a, b)| a - b)) / norm(&mut alone.iter().copied());
+            assert!(off < 1e-5, "a gradient is off by {off}");
+        }
+    }
+}
+
 #[test]
 fn micro_batches_add_up_to_the_whole() {
     let config = reference::small_config(ModelType::Qwen3, false);
