@@ -72,7 +72,9 @@ impl Error {
             Self::Usage { hint, .. } | Self::File { hint, .. } | Self::Failed { hint, .. } => hint.clone(),
             Self::Tensor { .. } => Some("the folder is incomplete or of another model; copy or train it again".into()),
             Self::Io { source, .. } => match source.kind() {
-                std::io::ErrorKind::StorageFull => Some("free some space, then go on with --resume".into()),
+                std::io::ErrorKind::StorageFull => {
+                    Some("free some space and run it again; a training run goes on with --resume".into())
+                }
                 std::io::ErrorKind::PermissionDenied => Some("check the permissions, or name another place".into()),
                 std::io::ErrorKind::NotFound => Some("check the path".into()),
                 _ => None,

@@ -83,6 +83,9 @@ pub fn source(path: &Path) -> Result<Source> {
     Ok(Source::Whole(Inputs { files, lenient: true, skipped: found.other }))
 }
 
+/// A share of a large text is held out up to this many bytes: a validation over them is exact to a thousandth.
+const MOST_HELD_OUT: usize = 1 << 20;
+
 /// Reads a source and cuts off the held-out share, if it is not cut already.
 pub fn read(source: &Source, reading: &Reading, place: &Place, progress: &mut dyn Progress) -> Result<Splits> {
     let inputs = match source {
@@ -95,11 +98,15 @@ pub fn read(source: &Source, reading: &Reading, place: &Place, progress: &mut dy
         Source::Whole(inputs) => inputs,
     };
     let (text, documents, notes) = text(inputs, reading, place, progress)?;
+    let share = reading.validation.min(MOST_HELD_OUT as f64 / text.bytes.len() as f64);
+    if share < reading.validation {
+        progress.note("the last MiB is held out: a larger part would only take longer to validate on".to_owned());
+    }
     let (train, validation) = match documents {
-        false => cut(&text, reading.validation),
-        true => match border(&text, reading.validation) {
+        false => cut(&text, share),
+        true => match border(&text, share) {
             Some(border) => (text.documents(0..border), text.documents(border..text.ends.len())),
-            None => cut_each(&text, reading.validation),
+            None => cut_each(&text, share),
         },
     };
     Ok(Splits { train, validation, documents, notes })

@@ -1,9 +1,13 @@
 //! Ids of a text on the disk, mapped: a header, the ids as u16 or u32, the documents' starts as u64. Called by `encode`.
 //!
 //! ```text
-//! 0 magic "gpt-ids\n"   8 version u32   12 bytes an id u32 (2 or 4)   16 sha256 of the tokenizer.json
+//!   0  magic "gpt-ids\n"
+//!   8  version u32, bytes of an id u32 (2 or 4)
+//!  16  sha256 of the tokenizer.json
+//!  48  ids u64, documents u64 (0: one plain text), bytes of text u64
+//!  72  zero
+//! 128  ids, zero up to a multiple of 8, where each document starts
 //! ```
-//!    48 ids u64   56 documents u64 (0: one plain text)   64 bytes of text u64   72 zero to 128   128 ids, padded to 8, starts
 //!
 //! All numbers are little-endian. A file gets its name when it is whole; `Writer` takes up one that was begun.
 

@@ -76,7 +76,13 @@ impl Place {
     }
 
     pub fn run(&self, args: &[&str]) -> Done {
-        let Output { status, stdout, stderr } = self.command(args).output().unwrap();
+        self.run_with(args, &[])
+    }
+
+    /// Runs with more variables in the environment.
+    pub fn run_with(&self, args: &[&str], variables: &[(&str, &str)]) -> Done {
+        let output = self.command(args).envs(variables.iter().copied()).output();
+        let Output { status, stdout, stderr } = output.unwrap();
         let (stdout, stderr) =
             (String::from_utf8_lossy(&stdout).into_owned(), String::from_utf8_lossy(&stderr).into_owned());
         let told = format!("gpt {}\nexit {status}\n--- stdout\n{stdout}\n--- stderr\n{stderr}", args.join(" "));

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use gpt::data::card::{Card, Remote};
 use gpt::data::download::{Patience, fetch};
-use gpt::data::place::Place;
+use gpt::data::place::Place as Folder;
 use gpt::data::progress::Progress;
 use gpt::error::{Error, Result};
 use sha2::{Digest, Sha256};
 
+use crate::command::Place;
 use crate::server::{Answer, Asked, Server};
 
 const PATIENCE: Patience = Patience { silence: Duration::from_millis(400), pause: Duration::from_millis(5) };
@@ -60,7 +61,7 @@ impl Cache {
     }
 
     fn fetch_as(&self, card: &Card, remote: &Remote, offline: bool, notes: &mut dyn Progress) -> Result<PathBuf> {
-        fetch(card, remote, &Place::new(self.0.path()), offline, PATIENCE, notes)
+        fetch(card, remote, &Folder::new(self.0.path()), offline, PATIENCE, notes)
     }
 
     /// The names in the set's folder, without the lock.
@@ -250,6 +251,18 @@ fn offline_asks_nobody() {
     cache.fetch(&card).unwrap();
     cache.fetch_as(&card, &card.file[0], true, &mut Notes::default()).unwrap();
     assert_eq!(server.asked().len(), 1);
+}
+
+#[test]
+fn proxies_are_those_of_the_environment() {
+    let proxy = Server::start(|_, _| Answer::ok(b"through the proxy, a text that is long enough"));
+    let place = Place::new();
+    let card = "name = \"set\"\ntitle = \"t\"\nlicence = \"l\"\n[[file]]\nname = \"a.txt\"\n\
+                mirrors = [\"http://mirror.example/a.txt\"]\n";
+    place.file("set.toml", card);
+    let args = ["data", "fetch", "set.toml"];
+    place.run_with(&args, &[("http_proxy", &proxy.address), ("no_proxy", "")]).ok();
+    assert_eq!(proxy.asked()[0].path, "http://mirror.example/a.txt");
 }
 
 #[test]
