@@ -220,7 +220,7 @@ pub fn data(d: &DataInfo) {
         card.notes.iter().for_each(|notes| out(&format!("{notes}\n")));
         if !card.fetched {
             let size = d.bytes.map_or(String::new(), |n| format!(", about {} of text", bytes(n)));
-            out(&format!("not fetched yet{size}: gpt data fetch {}\n", d.name));
+            out(&format!("not fetched yet{size}: {}\n", card.command));
             return;
         }
     }

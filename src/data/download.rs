@@ -86,11 +86,11 @@ pub fn fetch(
     let mut failures = Vec::new();
     for mirror in &remote.mirrors {
         match transfer.from(mirror, progress) {
-            Ok(()) => return Ok(path),
-            Err(Failure::Mirror(what)) => {
-                progress.note(format!("{mirror}: {what}"));
-                failures.push(format!("{mirror}: {what}"));
+            Ok(()) => {
+                failures.into_iter().for_each(|failure| progress.note(failure));
+                return Ok(path);
             }
+            Err(Failure::Mirror(what)) => failures.push(format!("{mirror}: {what}")),
             Err(Failure::Own(e)) => return Err(e),
         }
     }
@@ -224,9 +224,11 @@ impl Transfer<'_> {
         if let Some(version) = &version {
             request = request.header(RANGE, format!("bytes={have}-")).header(IF_RANGE, version);
         }
-        let response = request.send().map_err(|e| match e.is_redirect() {
-            true => Attempt::Refused(causes(&e)),
-            false => Attempt::Broken(causes(&e)),
+        // A server that was never reached is not waited for: the next mirror may be.
+        let hopeless = |e: &reqwest::Error| e.is_redirect() || e.is_connect() && have == 0;
+        let response = request.send().map_err(|e| match hopeless(&e) {
+            true => Attempt::Refused(causes(&e.without_url())),
+            false => Attempt::Broken(causes(&e.without_url())),
         })?;
         let (start, total) = self.accept(&response, have)?;
         let version = strong(&response);

@@ -100,6 +100,8 @@ pub struct CardInfo {
     pub notes: Option<String>,
     pub files: Vec<String>,
     pub fetched: bool,
+    /// What fetches it.
+    pub command: String,
 }
 
 #[derive(Clone, Debug, serde::Serialize)]
@@ -123,16 +125,16 @@ pub fn info(config: &DataConfig, report: &mut dyn Report) -> Result<DataInfo> {
             splits: Vec::new(),
             entropy_bpb: None,
             source_bpb: None,
-            card: Some(card_info(card)),
+            card: Some(card_info(card, &config.source)),
             story: None,
             beginning: String::new(),
         });
     }
     let prepared = prepare(config, report)?;
-    Ok(DataInfo { card: card.as_ref().map(card_info), ..prepared })
+    Ok(DataInfo { card: card.as_ref().map(|card| card_info(card, &config.source)), ..prepared })
 }
 
-fn card_info(card: &Card) -> CardInfo {
+fn card_info(card: &Card, source: &str) -> CardInfo {
     CardInfo {
         title: card.title.clone(),
         licence: card.licence.clone(),
@@ -140,6 +142,7 @@ fn card_info(card: &Card) -> CardInfo {
         notes: card.notes.clone(),
         files: card.file.iter().map(|f| f.title.as_ref().unwrap_or(&f.name).clone()).collect(),
         fetched: is_fetched(card, &Place::of_user()),
+        command: format!("gpt data fetch {source}"),
     }
 }
 

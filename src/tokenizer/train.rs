@@ -5,15 +5,17 @@
 //! pairs equally frequent the trainer takes the one of the lowest ids.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
 
 use ahash::AHashMap;
 use compact_str::CompactString;
+use fancy_regex::Regex;
 use rayon::prelude::*;
 use serde_json::{Value, json};
+use tokenizers::AddedToken;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
-use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{AddedToken, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
+use super::words::GPT2;
 use super::{END_OF_TEXT, Tokenizer, byte_level_alphabet};
 use crate::error::{Error, Result};
 
@@ -21,7 +23,7 @@ use crate::error::{Error, Result};
 pub const MOST_BYTES: u64 = 1 << 30;
 
 /// Different words that are kept at most; beyond, the rarest are forgotten.
-const MOST_WORDS: usize = 1 << 21;
+const MOST_WORDS: usize = 1 << 19;
 
 /// The smallest vocabulary: 256 bytes and the end of text.
 pub const SMALLEST: usize = 257;
@@ -31,11 +33,15 @@ pub const SMALLEST: usize = 257;
 pub struct Words(AHashMap<CompactString, u64>);
 
 impl Words {
-    /// Counts the words of pieces that begin and end where words do, with all threads. Bytes that are no text are no word.
+    /// Counts the words of pieces that begin and end where words do, with all threads. Bytes that are no text count as U+FFFD.
     pub fn add(&mut self, pieces: &[&[u8]]) {
-        let counted: Vec<_> = pieces.par_iter().map(|piece| count(&String::from_utf8_lossy(piece))).collect();
-        for words in counted {
-            words.into_iter().for_each(|(word, n)| *self.0.entry(word).or_default() += n);
+        let texts: Vec<_> = pieces.iter().map(|piece| String::from_utf8_lossy(piece)).collect();
+        let counted: Vec<_> = texts.par_iter().map(|text| count(text)).collect();
+        for (word, n) in counted.into_iter().flatten() {
+            match self.0.get_mut(word) {
+                Some(count) => *count += n,
+                None => drop(self.0.insert(word.into(), n)),
+            }
         }
         let mut least = 2;
         while self.0.len() > MOST_WORDS {
@@ -54,14 +60,13 @@ pub fn cut_words(text: &[u8], from: usize) -> Option<usize> {
     super::cut::Cuts::of_words().next(text, from)
 }
 
-/// The words of GPT-2's pattern, in the letters of its bytes.
-fn count(text: &str) -> AHashMap<CompactString, u64> {
+/// The words of a text by GPT-2's pattern.
+fn count(text: &str) -> AHashMap<&str, u64> {
+    static PATTERN: LazyLock<Regex> = LazyLock::new(|| Regex::new(GPT2).expect("the pattern is constant"));
     let mut words = AHashMap::new();
-    let mut pieces = PreTokenizedString::from(text);
-    let split = ByteLevel::default().add_prefix_space(false).pre_tokenize(&mut pieces);
-    split.expect("a fixed pattern splits every text");
-    for (word, ..) in pieces.get_splits(OffsetReferential::Original, OffsetType::None) {
-        *words.entry(CompactString::from(word)).or_default() += 1;
+    for word in PATTERN.find_iter(text) {
+        let word = word.expect("the pattern looks no further back than a character");
+        *words.entry(word.as_str()).or_default() += 1;
     }
     words
 }
@@ -86,7 +91,10 @@ pub fn byte_pairs(words: &Words, vocab_size: usize) -> Result<Tokenizer> {
         .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
         .build();
     let mut model = BPE::default();
-    trainer.do_train(&words.0, &mut model).map_err(|e| Error::failed(format!("training the tokenizer: {e}")))?;
+    let letters = byte_level_alphabet();
+    let spell = |word: &CompactString| word.bytes().map(|byte| letters[usize::from(byte)]).collect::<CompactString>();
+    let words = words.0.iter().map(|(word, n)| (spell(word), *n)).collect();
+    trainer.do_train(&words, &mut model).map_err(|e| Error::failed(format!("training the tokenizer: {e}")))?;
     let model = serde_json::to_value(&model).map_err(|e| Error::failed(format!("writing the tokenizer: {e}")))?;
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
     assemble(model["vocab"].clone(), model["merges"].clone(), false, byte_level.clone(), byte_level)

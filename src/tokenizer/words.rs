@@ -14,7 +14,7 @@ use serde_json::Value;
 use tokenizers::{Model, ModelWrapper, Tokenizer};
 
 /// GPT-2's pattern, which the pre-tokenizer "ByteLevel" has within.
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+pub const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 /// Words that a table holds before it begins anew, and the longest that it takes.
 const MOST_WORDS: usize = 1 << 19;
