@@ -39,6 +39,8 @@ pub struct Global {
 pub enum Command {
     /// Train a model: without arguments, preset tiny on the built-in stories
     Train(TrainArgs),
+    /// Train a small model to say what a large one would, as its draft
+    Distill(Box<DistillArgs>),
     /// Continue a prompt
     Sample(Box<SampleArgs>),
     /// Loss, perplexity and bits per byte of a checkpoint on a text; with --type or --kv flags, those of sampling
@@ -90,6 +92,39 @@ pub struct TrainArgs {
     /// Say what the run would need and what would not work, and do nothing
     #[arg(long)]
     pub dry_run: bool,
+    #[command(flatten)]
+    pub flags: PresetFlags,
+}
+
+#[derive(Debug, Args)]
+pub struct DistillArgs {
+    /// The large model; the newest run if not given
+    #[arg(long, value_name = "CHECKPOINT")]
+    pub teacher: Option<PathBuf>,
+    /// How far the two are apart: forward (KL of the student from the teacher), reverse or jensen-shannon
+    #[arg(long, value_name = "NAME", default_value = "forward")]
+    pub divergence: String,
+    /// Divides the logits of both
+    #[arg(long, value_name = "T", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub temperature: f32,
+    /// The teacher's share of the loss; the text has the rest
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub alpha: f32,
+    /// Share of the windows that the student continues itself, to be told by the teacher
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub on_policy: f64,
+    /// Keep the K likeliest tokens of the teacher on the disk, so that other students and runs need not ask it again
+    #[arg(long, value_name = "K")]
+    pub teacher_top: Option<usize>,
+    /// The student's shape and schedule; a built-in preset, or a TOML file [default: tiny]
+    #[arg(long, value_name = "NAME")]
+    pub preset: Option<String>,
+    /// Folder of the student; TEACHER-draft if not given, where sampling finds it
+    #[arg(long, short, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Go on from the newest saved state of the student
+    #[arg(long)]
+    pub resume: bool,
     #[command(flatten)]
     pub flags: PresetFlags,
 }

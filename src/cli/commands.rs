@@ -7,7 +7,7 @@ use clap::CommandFactory;
 use serde::Serialize;
 
 use super::args::{
-    BenchArgs, BenchCommand, Cli, Command, DataCommand, DoctorArgs, EngineArgs, EvalArgs, Global, SampleArgs,
+    BenchArgs, BenchCommand, Cli, Command, DataCommand, DistillArgs, DoctorArgs, EngineArgs, EvalArgs, Global, SampleArgs,
     SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
 };
 use super::flags::DataFlags;
@@ -23,7 +23,7 @@ use crate::recipes::sample::prompts::{self, Prompt};
 use crate::recipes::sample::settings::Given;
 use crate::recipes::sample::{CacheSettings, CacheType, DraftChoice, Marks, Quantization, SampleConfig, WeightType};
 use crate::recipes::train::TrainConfig;
-use crate::recipes::{bench, data, doctor, eval, inspect, plan, sample, tokenizer, train};
+use crate::recipes::{bench, data, distill, doctor, eval, inspect, plan, sample, tokenizer, train};
 
 /// Runs one command to its end.
 pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
@@ -38,6 +38,7 @@ pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
     let pool = pool.map_err(|e| Error::failed(format!("starting {threads} threads: {e}")))?;
     pool.install(|| match cli.command {
         Command::Train(args) => train_command(args, &global, family, interrupt),
+        Command::Distill(args) => distill_command(*args, &global, family, interrupt),
         Command::Sample(args) => sample_command(*args, &global, family, interrupt),
         Command::Eval(args) => eval_command(args, &global, family),
         Command::Score(args) => score_command(args, &global, family),
@@ -91,6 +92,31 @@ fn train_command(args: TrainArgs, global: &Global, family: Family, interrupt: &I
     terminal.finish();
     let summary = summary?;
     show::train(&summary, global.json);
+    print(&summary, global, |_| ())
+}
+
+fn distill_command(args: DistillArgs, global: &Global, family: Family, interrupt: &Interrupt) -> Result<()> {
+    let settings = distill::Settings {
+        divergence: distill::divergence(&args.divergence)?,
+        temperature: args.temperature,
+        alpha: args.alpha,
+    };
+    let train = TrainConfig {
+        preset: args.preset,
+        given: args.flags.checked()?,
+        out: args.out,
+        resume: args.resume,
+        init_from: None,
+        offline: global.offline,
+        family,
+    };
+    let (teacher, on_policy, teacher_top) = (args.teacher, args.on_policy, args.teacher_top);
+    let config = distill::DistillConfig { teacher, settings, on_policy, teacher_top, train };
+    let mut terminal = Terminal::new();
+    let summary = distill::run(&config, &mut terminal, interrupt);
+    terminal.finish();
+    let summary = summary?;
+    show::distill(&summary, global.json);
     print(&summary, global, |_| ())
 }
 

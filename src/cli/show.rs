@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::preset::{BUILT_IN, Preset};
 use crate::recipes::bench::BenchSummary;
 use crate::recipes::data::{DataInfo, Fetched, List, Shown};
+use crate::recipes::distill::DistillSummary;
 use crate::recipes::doctor::Diagnosis;
 use crate::recipes::eval::{EvalSummary, ScoreSummary};
 use crate::recipes::inspect::Inspection;
@@ -94,11 +95,56 @@ pub fn train(s: &TrainSummary, json: bool) {
     if json { err(&text) } else { out(&(text + "\n")) }
 }
 
+/// How a student came out.
+pub fn distill(s: &DistillSummary, json: bool) {
+    let tell = if json { err } else { |line: &str| out(&format!("{line}\n")) };
+    let (place, teacher) = (quoted(&s.train.out.display().to_string()), quoted(&s.teacher.display().to_string()));
+    let again = format!("gpt distill --teacher {teacher} --resume --out {place}");
+    if s.train.ended == "interrupted" {
+        return tell(&stopped(&s.train, &again));
+    }
+    let mut text = outcome(&s.train);
+    if let (Some(loss), Some(bpb)) = (s.teacher_val_loss, s.teacher_val_bpb) {
+        text += &format!("the teacher      {loss:.4} nats/token, {bpb:.4} bits/byte\n");
+    }
+    for (name, rate, speedup) in [
+        ("temperature 0.8", s.acceptance_rate, s.speedup),
+        ("temperature 0", s.acceptance_rate_greedy, s.speedup_greedy),
+    ] {
+        if let (Some(rate), Some(speedup)) = (rate, speedup) {
+            let percent = 100.0 * rate;
+            text += &format!("as its draft     {percent:.0} % accepted at {name}, {speedup:.2} times the speed\n");
+        }
+    }
+    let beside = s.train.out == s.teacher.with_file_name(format!(
+        "{}-draft",
+        s.teacher.file_name().unwrap_or_default().to_string_lossy()
+    ));
+    let draft = if beside { String::new() } else { format!(" --draft {place}") };
+    tell(&format!("{text}\nnext:\n  gpt sample {teacher}{draft}\n  gpt eval {place}\n  {again} --steps {}", 2 * s.train.steps));
+}
+
+/// What an interrupted run says.
+fn stopped(s: &TrainSummary, again: &str) -> String {
+    format!("stopped at step {}, all saved. Go on with:\n  {again}", s.steps)
+}
+
 fn train_text(s: &TrainSummary) -> String {
     let place = quoted(&s.out.display().to_string());
+    let again = format!("gpt train --resume --out {place}");
     if s.ended == "interrupted" {
-        return format!("stopped at step {}, all saved. Go on with:\n  gpt train --resume --out {place}", s.steps);
+        return stopped(s, &again);
     }
+    let mut text = outcome(s);
+    if let Some(sample) = &s.sample {
+        text += &format!("\na sample:\n  {}\n", sample.trim().replace('\n', "\n  "));
+    }
+    text + &format!("\nnext:\n  gpt sample {place}\n  gpt eval {place}\n  {again} --steps {}", 2 * s.steps)
+}
+
+/// The curve, the losses and what the run took.
+fn outcome(s: &TrainSummary) -> String {
+    let place = quoted(&s.out.display().to_string());
     let number = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.4}"));
     let mut text = format!("\n{}\n", s.curve);
     text += &format!("validation loss  {} nats/token, {} bits/byte", number(s.val_loss), number(s.val_bpb));
@@ -109,7 +155,7 @@ fn train_text(s: &TrainSummary) -> String {
         let source = s.source_bpb.map_or(String::new(), |b| format!(" ({b:.4} for this held-out text)"));
         text += &format!("\nentropy of data  {entropy:.4} bits/byte{source}: the model is {}", above(val, entropy));
     }
-    text += &format!(
+    text + &format!(
         "\nrun              {} parameters, {} steps, {} tokens at {} tok/s, {} in all, peak memory {}\n",
         count(s.parameters),
         s.steps,
@@ -117,13 +163,6 @@ fn train_text(s: &TrainSummary) -> String {
         rate(s.tokens_per_second),
         duration(s.seconds),
         bytes(s.peak_memory_bytes)
-    );
-    if let Some(sample) = &s.sample {
-        text += &format!("\na sample:\n  {}\n", sample.trim().replace('\n', "\n  "));
-    }
-    let more = 2 * s.steps;
-    text + &format!(
-        "\nnext:\n  gpt sample {place}\n  gpt eval {place}\n  gpt train --resume --out {place} --steps {more}"
     )
 }
 

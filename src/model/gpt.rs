@@ -6,6 +6,8 @@
 use std::sync::Arc;
 
 use super::config::GptConfig;
+use candle_core::Tensor;
+
 use crate::error::{Error, Result};
 use crate::nn::attention::{Layout, SelfAttention};
 use crate::nn::dropout::Dropout;
@@ -14,9 +16,9 @@ use crate::nn::linear::Linear;
 use crate::nn::mlp::Mlp;
 use crate::nn::norm::RmsNorm;
 use crate::nn::parameter::{Parameter, Part, Role};
-use crate::ops::cross_entropy;
+use crate::ops::cross_entropy::{self, Output};
 use crate::ops::ctx::{Ctx, Value};
-use crate::ops::{heads::Heads, rotary};
+use crate::ops::{gemm::Store, heads::Heads, rotary};
 use crate::random::{Purpose, Stream};
 use crate::tape::{Tape, Var};
 
@@ -26,12 +28,17 @@ pub struct Batch {
     pub inputs: Vec<u32>,
     pub targets: Vec<u32>,
     pub layout: Layout,
+    /// Number of the first sequence in the run's stream of windows.
+    pub window: u64,
 }
+
+/// What is made of the last hidden states (N, C) under the head (V, C), whose gradient goes to a slot if one is given.
+pub type HeadLoss<'a> = dyn FnMut(&mut Ctx, &Tensor, &Tensor, Option<(&Tensor, Store)>) -> Result<Output> + 'a;
 
 impl Batch {
     /// Sequences of `seq` tokens, each of which sees all before it.
     pub fn new(inputs: Vec<u32>, targets: Vec<u32>, seq: usize) -> Self {
-        Self { inputs, targets, layout: Layout::of(seq) }
+        Self { inputs, targets, layout: Layout::of(seq), window: 0 }
     }
 
     /// Targets that count.
@@ -111,6 +118,11 @@ impl Gpt {
         Ok(Self { config: config.clone(), recompute: false, embedding, blocks, norm, head, parameters })
     }
 
+    /// The head (V, C).
+    pub fn head(&self) -> &Tensor {
+        self.head.master()
+    }
+
     /// All trainable weights in a fixed order, a tied one once.
     pub fn parameters(&self) -> &[Arc<Parameter>] {
         &self.parameters
@@ -173,12 +185,24 @@ impl Gpt {
     /// Forward and backward of one micro-batch: adds to the gradient slots and returns the loss (1), the sum over valid
     /// targets of -ln p times `scale`.
     pub fn accumulate(&self, ctx: &mut Ctx, batch: &Batch, scale: f32, dropout: Dropout) -> Result<Value> {
+        self.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, dw| {
+            cross_entropy::forward(ctx, x, w, &batch.targets, scale, dw)
+        })
+    }
+
+    /// The same for any loss of the head.
+    pub fn accumulate_with(
+        &self,
+        ctx: &mut Ctx,
+        batch: &Batch,
+        dropout: Dropout,
+        loss: &mut HeadLoss,
+    ) -> Result<Value> {
         let mut tape = Tape::new();
         let hidden = self.hidden(ctx, &mut tape, &batch.inputs, &batch.layout, dropout)?;
         let mut output = None;
         self.head.write_gradient(|dw, store| {
-            let (x, w) = (hidden.value(), self.head.master());
-            output = Some(cross_entropy::forward(ctx, x, w, &batch.targets, scale, Some((dw, store)))?);
+            output = Some(loss(ctx, hidden.value(), self.head.master(), Some((dw, store)))?);
             Ok(())
         })?;
         let output = output.expect("the closure ran, or its error was returned");

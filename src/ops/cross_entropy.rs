@@ -4,6 +4,8 @@
 //! Where gradients are asked for they are made in the same pass: a chunk's logits become its dlogits in place, which
 //! give its rows of dx and its share of dW. The number of targets is known before, so nothing has to be scaled later.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use rayon::prelude::*;
 
@@ -46,16 +48,47 @@ pub fn forward(
         let found = format!("id {} at position {at}", targets[at]);
         return Err(Error::op("cross_entropy", format!("targets below {v}"), found));
     }
+    let family = ctx.family();
+    let factor = dweight.is_some().then_some(scale);
+    let (nll, dx) = over_chunks(ctx, "cross_entropy", x, weight, dweight, &mut |_, rows, logits, nll| {
+        rows_nll(family, logits, v, &targets[rows], nll, factor);
+    })?;
+    Ok(Output { loss: total(ctx, &nll, scale), nll: ctx.value(nll, n), dx: dx.map(|dx| ctx.value(dx, (n, c))) })
+}
+
+/// (1): the sum of the rows' losses, times the scale.
+pub(super) fn total(ctx: &mut Ctx, losses: &[f32], scale: f32) -> Value {
+    let sum: f64 = losses.iter().map(|x| f64::from(*x)).sum();
+    let mut loss = ctx.vec(1);
+    loss[0] = (sum * f64::from(scale)) as f32;
+    ctx.value(loss, 1)
+}
+
+/// What is done with a chunk: its rows, their logits (M, V), which become their gradients if those are asked for, and the
+/// losses to fill in.
+pub(super) type Rows<'a> = dyn FnMut(&mut Ctx, Range<usize>, &mut [f32], &mut [f32]) + 'a;
+
+/// Walks over chunks of rows of x (N, C): the logits under `weight` (V, C), what `each` makes of them, and with `dweight` the
+/// gradients that follow. Gives the losses (N), and dx (N C) if the head's gradient was asked for.
+pub(super) fn over_chunks(
+    ctx: &mut Ctx,
+    op: &'static str,
+    x: &Tensor,
+    weight: &Tensor,
+    dweight: Option<(&Tensor, Store)>,
+    each: &mut Rows,
+) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
+    let ((n, c), (v, _)) = (x.dims2()?, weight.dims2()?);
     ctx.launch(4 * v * c);
-    let (x, w) = (storage::read::<f32>("cross_entropy", x)?, storage::read::<f32>("cross_entropy", weight)?);
+    let (x, w) = (storage::read::<f32>(op, x)?, storage::read::<f32>(op, weight)?);
     let mut gradient = match dweight {
-        Some((slot, store)) => Some((storage::write::<f32>("cross_entropy", slot)?, store)),
+        Some((slot, store)) => Some((storage::write::<f32>(op, slot)?, store)),
         None => None,
     };
     let head = Matrix::new(&w, v, c);
     let packed = gemm::pack(ctx, head.t());
     let rows = (CHUNK_LOGITS / v).clamp(64, 1024);
-    let mut nll = ctx.vec::<f32>(n);
+    let mut losses = ctx.vec::<f32>(n);
     let mut dx = gradient.is_some().then(|| ctx.vec::<f32>(n * c));
     if let (0, Some((slot, Store::Set))) = (n, &mut gradient) {
         slot.fill(0.0);
@@ -65,8 +98,7 @@ pub fn forward(
         let (m, x) = (end - start, Matrix::new(&x[start * c..end * c], end - start, c));
         let mut logits = ctx.vec(m * v);
         gemm::multiply_packed(ctx, x, (head.t(), &packed), &mut logits, Store::Set);
-        let scale = gradient.is_some().then_some(scale);
-        rows_nll(ctx.family(), &mut logits, v, &targets[start..end], &mut nll[start..end], scale);
+        each(ctx, start..end, &mut logits, &mut losses[start..end]);
         if let (Some((slot, store)), Some(dx)) = (&mut gradient, &mut dx) {
             let dlogits = Matrix::new(&logits, m, v);
             gemm(ctx, dlogits, head, &mut dx[start * c..end * c], Store::Set);
@@ -75,10 +107,7 @@ pub fn forward(
         ctx.recycle(logits);
     }
     packed.recycle(ctx);
-    let sum: f64 = nll.iter().map(|x| f64::from(*x)).sum();
-    let mut loss = ctx.vec(1);
-    loss[0] = (sum * f64::from(scale)) as f32;
-    Ok(Output { loss: ctx.value(loss, 1), nll: ctx.value(nll, n), dx: dx.map(|dx| ctx.value(dx, (n, c))) })
+    Ok((losses, dx))
 }
 
 /// The loss of each row of logits (M, V); with `scale` they become (softmax - onehot) * scale.
@@ -99,7 +128,8 @@ fn rows_nll(family: Family, logits: &mut [f32], v: usize, targets: &[u32], nll: 
 }
 
 simd_fn! {
-fn row_nll<S>(logits: &mut [f32], target: usize, scale: f32, gradient: bool) -> f32 {
+/// -ln p of the target; with `gradient` the logits become (softmax - onehot) * scale, else anything.
+pub(super) fn row_nll<S>(logits: &mut [f32], target: usize, scale: f32, gradient: bool) -> f32 {
     let max = simd::max(logits);
     let at_target = logits[target];
     for x in logits.iter_mut() {
@@ -115,6 +145,21 @@ fn row_nll<S>(logits: &mut [f32], target: usize, scale: f32, gradient: bool) -> 
     }
     sum.ln() + (max - at_target)
 }
+}
+
+/// Hands out ln softmax of each row's logits under `weight` (V, C), one after the other.
+pub fn log_softmax_rows(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, each: &mut dyn FnMut(&[f32])) -> Result<()> {
+    let v = weight.dims2()?.0;
+    over_chunks(ctx, "cross_entropy", x, weight, None, &mut |_, _, logits, _| {
+        for row in logits.chunks_exact_mut(v) {
+            let max = simd::max(row);
+            let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
+            let log = sum.ln() as f32 + max;
+            row.iter_mut().for_each(|x| *x -= log);
+            each(row);
+        }
+    })?;
+    Ok(())
 }
 
 /// What `reference` returns, all by the plain formula in f64.

@@ -6,6 +6,7 @@ pub mod blocks;
 pub mod cross_entropy;
 pub mod ctx;
 pub mod decode;
+pub mod distillation;
 pub mod dropout;
 pub mod embedding;
 pub mod gemm;

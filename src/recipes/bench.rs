@@ -14,6 +14,7 @@ use crate::ops::{ctx::Ctx, rates, simd::Family};
 use crate::preset::Preset;
 use crate::random::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
+use crate::trainer::objective::NextToken;
 use crate::trainer::step::Trainer;
 
 use super::{plan, sample};
@@ -103,7 +104,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     let mut times = Vec::new();
     for step in 0..warm_up + config.steps {
         let start = Instant::now();
-        trainer.train_step(std::slice::from_ref(&batch), 1e-4)?;
+        trainer.train_step(&mut NextToken, std::slice::from_ref(&batch), 1e-4)?;
         if step >= warm_up {
             times.push(start.elapsed().as_secs_f64());
         }

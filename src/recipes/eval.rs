@@ -6,7 +6,7 @@ use super::plan;
 use super::report::{Event, Interrupt, Preparing, Report};
 use super::sample::{CacheSettings, WeightType};
 use crate::checkpoint::{self, model_folder::ModelFolder};
-use crate::data::{self, tokens::Tokens, windows};
+use crate::data::{self, progress::Quiet, tokens::Tokens, windows};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::eval;
@@ -157,6 +157,28 @@ fn request(config: &EvalConfig, place: &Path) -> Result<data::Request> {
     }
     request.reading.validation = config.validation.unwrap_or(request.reading.validation);
     Ok(request)
+}
+
+/// Passages of the held-out text of a run, of so many bytes: the beginnings of documents, or from all over a plain text. Fewer
+/// where there is not that much.
+pub fn held_out_prompts(run: &Path, offline: bool, (count, bytes): (usize, usize)) -> Result<Vec<String>> {
+    let path = run.join("preset.toml");
+    let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
+    let request = plan::request(&Preset::parse(&text, &path)?, offline)?;
+    let tokenizer = Tokenizer::bytes();
+    let corpus = data::open(&request, &tokenizer, &mut Quiet)?;
+    let tokens = &corpus.sources[0].validation;
+    let starts: Vec<usize> = match tokens.has_documents() {
+        true => tokens.documents().map(|d| d.start + 1).take(count).collect(),
+        false => (0..count).map(|i| i * tokens.len() / count).collect(),
+    };
+    let passage = |start: usize| {
+        let ids = tokens.slice(start..(start + bytes).min(tokens.len()));
+        let ids = ids.split(|id| *id == tokenizer.end_of_text()).next().unwrap_or_default();
+        // The first and the last character may have been cut.
+        String::from_utf8_lossy(&tokenizer.decode(ids)).trim_matches('\u{FFFD}').to_owned()
+    };
+    Ok(starts.into_iter().map(passage).filter(|text| !text.is_empty()).collect())
 }
 
 /// What `gpt score` was asked to do.

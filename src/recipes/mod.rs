@@ -1,6 +1,7 @@
 //! One file a command: what it was asked to do, and `run`. Recipes join the parts below and never print.
 pub mod bench;
 pub mod data;
+pub mod distill;
 pub mod doctor;
 pub mod eval;
 pub mod inspect;

@@ -35,6 +35,9 @@ pub struct State {
     /// Tokens of the training split and the tokenizer's hash: what the cursor counts in.
     pub train_tokens: u64,
     pub tokenizer: String,
+    /// The settings of an objective that is not the data alone.
+    #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
+    pub goal: serde_json::Value,
 }
 
 pub struct RunFolder {

@@ -18,6 +18,7 @@ use crate::eval::{self, Evaluation};
 use crate::model::gpt::Gpt;
 use crate::ops::{ctx::Ctx, simd::Family};
 use crate::trainer::fit::{self, Best, Ended, Hooks};
+use crate::trainer::objective::{NextToken, Objective};
 use crate::trainer::step::{StepRecord, Trainer};
 
 /// What `gpt train` was asked to do.
@@ -63,19 +64,37 @@ pub struct TrainSummary {
     pub sample: Option<String>,
 }
 
+/// What a run trains for: its settings, which the state keeps so that resuming is to the same, and the objective.
+pub struct Goal {
+    pub settings: serde_json::Value,
+    pub objective: Box<dyn Objective>,
+}
+
 /// Trains to the end of the plan, or until interrupted; the state is saved either way.
 pub fn run(config: &TrainConfig, report: &mut dyn Report, interrupt: &Interrupt) -> Result<TrainSummary> {
+    let goal = |_: &Resolved| Ok(Goal { settings: serde_json::Value::Null, objective: Box::new(NextToken) });
+    run_for(config, &mut { goal }, report, interrupt)
+}
+
+/// The same for any objective, which `goal` makes for the run that was worked out.
+pub fn run_for(
+    config: &TrainConfig,
+    goal: &mut dyn FnMut(&Resolved) -> Result<Goal>,
+    report: &mut dyn Report,
+    interrupt: &Interrupt,
+) -> Result<TrainSummary> {
     let place = plan::place(config)?;
     let found = find_step(config, &place, report)?;
     let resolved = plan::resolve(config, &place, found.as_ref(), report, interrupt)?;
     refuse_existing(config, &place)?;
+    let Goal { settings, mut objective } = goal(&resolved)?;
     let mut folder = RunFolder::open(&place)?;
-    let (mut trainer, best) = trainer(config, &resolved, found.as_ref(), &mut folder, report)?;
+    let (mut trainer, best) = trainer(config, (&resolved, &settings), found.as_ref(), &mut folder, report)?;
     let windows = resolved.corpus.windows(resolved.context, resolved.preset.train.seed, resolved.pack);
     let clock = Clock { start: Instant::now(), first_step: trainer.step, seconds: 0.0 };
     let mut run =
-        Run { resolved: &resolved, folder, report, interrupt, companions: companions(&resolved), clock, last: None };
-    let (ended, best) = fit::fit(&mut trainer, &resolved.plan, &windows, best, &mut run)?;
+        Run { resolved: &resolved, folder, report, interrupt, companions: companions(&resolved), goal: settings, clock, last: None };
+    let (ended, best) = fit::fit(&mut trainer, &mut *objective, &resolved.plan, &windows, best, &mut run)?;
     run.finish(&mut trainer, ended, best)
 }
 
@@ -105,7 +124,7 @@ fn refuse_existing(config: &TrainConfig, place: &Path) -> Result<()> {
 /// A trainer with initial, given or restored weights.
 fn trainer(
     config: &TrainConfig,
-    resolved: &Resolved,
+    (resolved, goal): (&Resolved, &serde_json::Value),
     step: Option<&StepFolder>,
     folder: &mut RunFolder,
     report: &mut dyn Report,
@@ -121,6 +140,10 @@ fn trainer(
     let mut trainer = Trainer::new(ctx, model, resolved.optimizer, preset.model.dropout, preset.train.seed)?;
     let Some(step) = step else { return Ok((trainer, Best::default())) };
     let state = folder.restore(step, &mut trainer)?;
+    if state.goal != *goal {
+        let what = format!("the run was made with the objective {}, not {goal}", state.goal);
+        return Err(Error::usage(what).with_hint("go on with the command and the flags that began it"));
+    }
     if state.kernels != config.family.name() {
         let what = format!(
             "this run was computed with the {} kernels and goes on with {}: the last bits will differ",
@@ -168,6 +191,7 @@ struct Run<'a> {
     report: &'a mut dyn Report,
     interrupt: &'a Interrupt,
     companions: Companions,
+    goal: serde_json::Value,
     clock: Clock,
     last: Option<StepRecord>,
 }
@@ -245,6 +269,7 @@ impl Hooks for Run<'_> {
             kernels: trainer.ctx.family().name().to_owned(),
             train_tokens: self.resolved.corpus.train_tokens() as u64,
             tokenizer: self.resolved.tokenizer.hash(),
+            goal: self.goal.clone(),
         };
         let preset = &self.resolved.preset;
         let place = self.folder.save(trainer, &state, &preset.to_toml(), preset.train.keep, &self.companions)?;

@@ -3,6 +3,7 @@
 //! Called by the recipes, which say through `Hooks` how to validate, save and report. The order inside a step is fixed
 //! (update, validate, save, look for an interrupt), so that a resumed run repeats it exactly.
 
+use super::objective::Objective;
 use super::schedule::Schedule;
 use super::step::{StepRecord, Trainer};
 use crate::data::windows::Windows;
@@ -59,6 +60,7 @@ const MOST_SKIPS: u32 = 25;
 /// Trains from the trainer's step to the end of the plan. State is saved at the end and when interrupted.
 pub fn fit(
     trainer: &mut Trainer,
+    objective: &mut dyn Objective,
     plan: &Plan,
     windows: &Windows,
     mut best: Best,
@@ -72,7 +74,7 @@ pub fn fit(
         let step = (plan.batch * plan.accumulate) as u64;
         trainer.cursor += step;
         windows.prefetch(trainer.cursor..trainer.cursor + step);
-        let record = trainer.train_step(&batches, plan.schedule.learning_rate(trainer.step))?;
+        let record = trainer.train_step(objective, &batches, plan.schedule.learning_rate(trainer.step))?;
         let seconds = start.elapsed().as_secs_f64();
         skips = if record.skipped { skips + 1 } else { 0 };
         if skips == MOST_SKIPS {
@@ -108,10 +110,11 @@ pub fn fit(
 /// The micro-batches of the step that begins at `cursor`.
 fn next_batches(plan: &Plan, windows: &Windows, cursor: u64) -> Vec<Batch> {
     let micro = |m: usize| {
-        let mut batch = Batch::default();
+        let window = cursor + (m * plan.batch) as u64;
+        let mut batch = Batch { window, ..Batch::default() };
         let mut starts = Vec::new();
         for row in 0..plan.batch {
-            let window = windows.window(cursor + (m * plan.batch + row) as u64);
+            let window = windows.window(window + row as u64);
             batch.layout.seq = window.inputs.len();
             batch.inputs.extend(window.inputs);
             batch.targets.extend(window.targets);

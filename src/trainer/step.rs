@@ -5,6 +5,7 @@
 
 use candle_core::Tensor;
 
+use super::objective::Objective;
 use super::optimizer::{Optimizer, Settings};
 use crate::error::{Error, Result};
 use crate::model::gpt::{Batch, Gpt, Source};
@@ -52,9 +53,14 @@ impl Trainer {
         Ok(Self { ctx, model, optimizer, scalars, step: 0, cursor: 0, dropout, seed, guard })
     }
 
-    /// Forward and backward of every micro-batch, then one update. The loss is the sum over the valid targets of all of
+    /// Forward and backward of every micro-batch under an objective, then one update. The loss is the sum over the valid targets of all of
     /// them over their number, so that 1 x 8 is 8 x 1.
-    pub fn train_step(&mut self, batches: &[Batch], learning_rate: f64) -> Result<StepRecord> {
+    pub fn train_step(
+        &mut self,
+        objective: &mut dyn Objective,
+        batches: &[Batch],
+        learning_rate: f64,
+    ) -> Result<StepRecord> {
         let valid: usize = batches.iter().map(Batch::valid).sum();
         let scale = 1.0 / valid.max(1) as f32;
         self.model.parameters().iter().for_each(|p| p.clear_gradient());
@@ -62,7 +68,7 @@ impl Trainer {
         self.scalars.set(Scalar::Loss, 0.0)?;
         for (micro, batch) in batches.iter().enumerate() {
             let dropout = Dropout::new(self.dropout, self.seed, self.step, micro as u64);
-            let loss = self.model.accumulate(&mut self.ctx, batch, scale, dropout)?;
+            let loss = objective.accumulate(&mut self.ctx, &self.model, batch, scale, dropout)?;
             self.scalars.add(&mut self.ctx, Scalar::Loss, &loss)?;
         }
         let gradients = self.gradients()?;

@@ -4,6 +4,7 @@ mod support;
 
 mod attention;
 mod cross_entropy;
+mod distillation;
 mod dropout;
 mod embedding;
 mod linear;

@@ -65,6 +65,35 @@ pub struct SampleConfig {
     pub family: Family,
 }
 
+impl SampleConfig {
+    /// No prompt, and of everything else the default; no draft.
+    pub fn new(family: Family) -> Self {
+        Self {
+            checkpoint: None,
+            prompts: Vec::new(),
+            width: 1,
+            max_tokens: 400,
+            min_tokens: 0,
+            sampling: Given::default(),
+            cache: CacheSettings::default(),
+            marks: Marks::default(),
+            stop_tokens: Vec::new(),
+            logit_bias: Vec::new(),
+            logprobs: None,
+            kind: None,
+            draft: DraftChoice::None,
+            draft_tokens: None,
+            verify: false,
+            prefill_chunk: PREFILL_CHUNK,
+            save_cache: None,
+            load_cache: None,
+            budget: None,
+            lock_memory: false,
+            family,
+        }
+    }
+}
+
 /// One continued prompt.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct SampledRow {
