@@ -7,8 +7,8 @@ use clap::CommandFactory;
 use serde::Serialize;
 
 use super::args::{
-    BenchArgs, BenchCommand, Cli, Command, DataCommand, DistillArgs, DoctorArgs, EngineArgs, EvalArgs, Global, SampleArgs,
-    SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
+    BenchArgs, BenchCommand, Cli, Command, DataCommand, DistillArgs, DoctorArgs, EngineArgs, EvalArgs, Global,
+    SampleArgs, SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
 };
 use super::flags::DataFlags;
 use super::terminal::{Terminal, out};

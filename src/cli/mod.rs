@@ -64,7 +64,9 @@ fn panicked(info: &std::panic::PanicHookInfo) {
 fn interrupt(command: &Command) -> Interrupt {
     let interrupt = Interrupt::default();
     let notice = match command {
-        Command::Train(_) | Command::Distill(_) => Some("\nfinishing this step and saving; Ctrl-C again leaves at once"),
+        Command::Train(_) | Command::Distill(_) => {
+            Some("\nfinishing this step and saving; Ctrl-C again leaves at once")
+        }
         Command::Sample(_) => None,
         _ => return interrupt,
     };

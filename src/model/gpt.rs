@@ -211,9 +211,14 @@ impl Gpt {
         Ok(output.loss)
     }
 
+    /// What the head reads, (N, C), without dropout. Records nothing.
+    pub fn states(&self, ctx: &mut Ctx, batch: &Batch) -> Result<Var> {
+        self.hidden(ctx, &mut Tape::inference(), &batch.inputs, &batch.layout, Dropout::off())
+    }
+
     /// -ln p of every target, (N); 0 where ignored. Records nothing.
     pub fn nll(&self, ctx: &mut Ctx, batch: &Batch) -> Result<Value> {
-        let hidden = self.hidden(ctx, &mut Tape::inference(), &batch.inputs, &batch.layout, Dropout::off())?;
+        let hidden = self.states(ctx, batch)?;
         Ok(cross_entropy::forward(ctx, hidden.value(), self.head.master(), &batch.targets, 1.0, None)?.nll)
     }
 }

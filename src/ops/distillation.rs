@@ -82,13 +82,15 @@ pub fn forward(
             packed.recycle(ctx);
             done?
         }
-        Teacher::Top { k, ids, logprobs } => over_chunks(ctx, OP, x, weight, dweight, &mut |_, rows, logits, losses| {
-            let top = ids[rows.start * k..rows.end * k].par_chunks(k).zip(logprobs[rows.start * k..].par_chunks(k));
-            let each = logits.par_chunks_mut(v).zip(top).zip(&targets[rows]).zip(losses.par_iter_mut());
-            each.for_each(|(((logits, (ids, logprobs)), target), loss)| {
-                *loss = row_of_top(logits, ids, logprobs, *target, settings, factor);
-            });
-        })?,
+        Teacher::Top { k, ids, logprobs } => {
+            over_chunks(ctx, OP, x, weight, dweight, &mut |_, rows, logits, losses| {
+                let top = ids[rows.start * k..rows.end * k].par_chunks(k).zip(logprobs[rows.start * k..].par_chunks(k));
+                let each = logits.par_chunks_mut(v).zip(top).zip(&targets[rows]).zip(losses.par_iter_mut());
+                each.for_each(|(((logits, (ids, logprobs)), target), loss)| {
+                    *loss = row_of_top(logits, ids, logprobs, *target, settings, factor);
+                });
+            })?
+        }
     };
     let loss = total(ctx, &losses, scale);
     Ok(Output { loss, nll: ctx.value(losses, n), dx: dx.map(|dx| ctx.value(dx, (n, c))) })

@@ -92,8 +92,16 @@ pub fn run_for(
     let (mut trainer, best) = trainer(config, (&resolved, &settings), found.as_ref(), &mut folder, report)?;
     let windows = resolved.corpus.windows(resolved.context, resolved.preset.train.seed, resolved.pack);
     let clock = Clock { start: Instant::now(), first_step: trainer.step, seconds: 0.0 };
-    let mut run =
-        Run { resolved: &resolved, folder, report, interrupt, companions: companions(&resolved), goal: settings, clock, last: None };
+    let mut run = Run {
+        resolved: &resolved,
+        folder,
+        report,
+        interrupt,
+        companions: companions(&resolved),
+        goal: settings,
+        clock,
+        last: None,
+    };
     let (ended, best) = fit::fit(&mut trainer, &mut *objective, &resolved.plan, &windows, best, &mut run)?;
     run.finish(&mut trainer, ended, best)
 }

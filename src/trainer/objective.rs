@@ -9,34 +9,19 @@ use crate::nn::dropout::Dropout;
 use crate::ops::ctx::{Ctx, Value};
 use crate::ops::distillation::{self, Settings, Teacher};
 use crate::ops::{cross_entropy, storage};
-use crate::tape::Tape;
 
 /// A loss over the targets of a micro-batch.
 pub trait Objective {
     /// Forward and backward: adds to the gradient slots of `model`, and returns the loss (1), a sum over the valid targets
     /// times `scale`.
-    fn accumulate(
-        &mut self,
-        ctx: &mut Ctx,
-        model: &Gpt,
-        batch: &Batch,
-        scale: f32,
-        dropout: Dropout,
-    ) -> Result<Value>;
+    fn accumulate(&mut self, ctx: &mut Ctx, model: &Gpt, batch: &Batch, scale: f32, dropout: Dropout) -> Result<Value>;
 }
 
 /// -ln p of what comes next: cross-entropy with the data.
 pub struct NextToken;
 
 impl Objective for NextToken {
-    fn accumulate(
-        &mut self,
-        ctx: &mut Ctx,
-        model: &Gpt,
-        batch: &Batch,
-        scale: f32,
-        dropout: Dropout,
-    ) -> Result<Value> {
+    fn accumulate(&mut self, ctx: &mut Ctx, model: &Gpt, batch: &Batch, scale: f32, dropout: Dropout) -> Result<Value> {
         model.accumulate(ctx, batch, scale, dropout)
     }
 }
@@ -66,25 +51,18 @@ pub trait Memory {
 }
 
 impl Objective for Distillation {
-    fn accumulate(
-        &mut self,
-        ctx: &mut Ctx,
-        model: &Gpt,
-        batch: &Batch,
-        scale: f32,
-        dropout: Dropout,
-    ) -> Result<Value> {
+    fn accumulate(&mut self, ctx: &mut Ctx, model: &Gpt, batch: &Batch, scale: f32, dropout: Dropout) -> Result<Value> {
         let (own, data) = self.split(batch);
         let mut loss = None;
         if !data.is_empty() {
             let rows = select(batch, &data);
             let windows: Vec<u64> = data.iter().map(|row| batch.window + *row as u64).collect();
-            loss = Some(self.from_data(ctx, model, (&rows, &windows), scale, dropout)?);
+            loss = Some(self.learn_from_data(ctx, model, (&rows, &windows), scale, dropout)?);
         }
         if !own.is_empty() {
             let rows = self.continued(model, select(batch, &own), batch.window + own[0] as u64)?;
             let settings = Settings { alpha: 1.0, ..self.settings };
-            let more = self.from_teacher(ctx, model, &rows, (settings, scale), dropout)?;
+            let more = self.learn_from_teacher(ctx, model, &rows, (settings, scale), dropout)?;
             loss = Some(match loss {
                 None => more,
                 Some(loss) => sum(ctx, &loss, &more)?,
@@ -105,7 +83,7 @@ impl Distillation {
     }
 
     /// Rows of data: from memory if all of them are known, else from the teacher.
-    fn from_data(
+    fn learn_from_data(
         &mut self,
         ctx: &mut Ctx,
         model: &Gpt,
@@ -114,7 +92,7 @@ impl Distillation {
         dropout: Dropout,
     ) -> Result<Value> {
         let Some(memory) = &mut self.memory else {
-            return self.from_teacher(ctx, model, batch, (self.settings, scale), dropout);
+            return self.learn_from_teacher(ctx, model, batch, (self.settings, scale), dropout);
         };
         let (k, seq) = (memory.k(), batch.layout.seq);
         let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
@@ -140,7 +118,7 @@ impl Distillation {
         })
     }
 
-    fn from_teacher(
+    fn learn_from_teacher(
         &self,
         ctx: &mut Ctx,
         model: &Gpt,
@@ -148,7 +126,7 @@ impl Distillation {
         (settings, scale): (Settings, f32),
         dropout: Dropout,
     ) -> Result<Value> {
-        let hidden = self.teacher.hidden(ctx, &mut Tape::inference(), &batch.inputs, &batch.layout, Dropout::off())?;
+        let hidden = self.teacher.states(ctx, batch)?;
         let teacher = Teacher::Model { x: hidden.value(), weight: self.teacher.head() };
         model.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, dw| {
             distillation::forward(ctx, (x, w), teacher, &batch.targets, (settings, scale), dw)
@@ -180,7 +158,7 @@ fn select(batch: &Batch, rows: &[usize]) -> Batch {
 
 /// The `k` likeliest tokens of every row, best first, with ln q.
 fn top(ctx: &mut Ctx, teacher: &Gpt, batch: &Batch, k: usize) -> Result<(Vec<u32>, Vec<f32>)> {
-    let hidden = teacher.hidden(ctx, &mut Tape::inference(), &batch.inputs, &batch.layout, Dropout::off())?;
+    let hidden = teacher.states(ctx, batch)?;
     let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
     cross_entropy::log_softmax_rows(ctx, hidden.value(), teacher.head(), &mut |row| {
         let mut order: Vec<u32> = (0..row.len() as u32).collect();

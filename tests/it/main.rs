@@ -4,6 +4,7 @@ mod cache_types;
 mod command;
 mod commands;
 mod data;
+mod distill;
 mod download;
 mod engine;
 mod files;

@@ -28,9 +28,8 @@ fn logits(x: &[f64], w: &[f64], c: usize) -> Vec<f64> {
 fn oracle(x: &Var, w: &Var, teacher: &Tensor, targets: &[u32], settings: Settings) -> Tensor {
     let v = w.dims()[0];
     let student = x.matmul(&w.t().unwrap()).unwrap();
-    let soft = |t: &Tensor| {
-        candle_nn::ops::log_softmax(&(t / f64::from(settings.temperature)).unwrap(), D::Minus1).unwrap()
-    };
+    let soft =
+        |t: &Tensor| candle_nn::ops::log_softmax(&(t / f64::from(settings.temperature)).unwrap(), D::Minus1).unwrap();
     let (p, q) = (soft(&student), soft(teacher));
     let kl = |a: &Tensor, b: &Tensor| (a.exp().unwrap() * (a - b).unwrap()).unwrap().sum(D::Minus1).unwrap();
     let d = match settings.divergence {
@@ -68,7 +67,12 @@ fn loss_and_gradients_are_the_plain_formula_and_those_of_autograd() {
                     let teacher = Teacher::Model { x: &tx, weight: &tw };
                     let dw = normal_tensor(5, &[v, c]);
                     let got = distillation::forward(
-                        &mut ctx, (&x, &w), teacher, &targets, (settings, scale), Some((&dw, Store::Set)),
+                        &mut ctx,
+                        (&x, &w),
+                        teacher,
+                        &targets,
+                        (settings, scale),
+                        Some((&dw, Store::Set)),
                     )
                     .unwrap();
                     let (student, said) = (logits(&wide(&x), &wide(&w), c), logits(&wide(&tx), &wide(&tw), ct));
@@ -77,7 +81,12 @@ fn loss_and_gradients_are_the_plain_formula_and_those_of_autograd() {
                     let loss = oracle(&x, &w, &tx.matmul(&tw.t().unwrap()).unwrap(), &targets, settings);
                     let gradients = loss.backward().unwrap();
                     let scaled = |t: &Tensor| values(&(t * n as f64).unwrap().contiguous().unwrap());
-                    assert_close(&format!("{what}: dx"), &scaled(&got.dx.unwrap()), &values(gradients.get(&x).unwrap()), 3e-5);
+                    assert_close(
+                        &format!("{what}: dx"),
+                        &scaled(&got.dx.unwrap()),
+                        &values(gradients.get(&x).unwrap()),
+                        3e-5,
+                    );
                     assert_close(&format!("{what}: dw"), &scaled(&dw), &values(gradients.get(&w).unwrap()), 3e-4);
                 }
             }
@@ -107,7 +116,12 @@ fn a_teacher_of_which_the_likeliest_tokens_are_known_is_the_teacher() {
             let mut run = |teacher| {
                 let dw = normal_tensor(5, &[v, c]);
                 let out = distillation::forward(
-                    &mut ctx, (&x, &w), teacher, &targets, (settings, 0.1), Some((&dw, Store::Set)),
+                    &mut ctx,
+                    (&x, &w),
+                    teacher,
+                    &targets,
+                    (settings, 0.1),
+                    Some((&dw, Store::Set)),
                 )
                 .unwrap();
                 [values(&out.loss), values(&out.dx.unwrap()), values(&dw)]

@@ -79,7 +79,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let place = Place::new(dir.path());
         let open = || TeacherFile::open(&place, "key", 2, 3).unwrap();
-        let record = |n: u32| ((n..n + 6).collect::<Vec<_>>(), (0..6).map(|i| -(i as f32) / n as f32).collect::<Vec<_>>());
+        let record =
+            |n: u32| ((n..n + 6).collect::<Vec<_>>(), (0..6).map(|i| -(i as f32) / n as f32).collect::<Vec<_>>());
         for window in [4, 0, 2] {
             assert!(open().get(window).unwrap().is_none());
             let (ids, logprobs) = record(window as u32 + 1);

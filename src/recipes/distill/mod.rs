@@ -175,9 +175,8 @@ fn goal(config: &DistillConfig, place: &Path, resolved: &Resolved) -> Result<Goa
         None => None,
     };
     let (seed, family) = (resolved.preset.train.seed, config.train.family);
-    let generate: Box<Generate> = Box::new(move |model, prompts, seq, window| {
-        continued(model, prompts, seq, (seed << 32) ^ window, family)
-    });
+    let generate: Box<Generate> =
+        Box::new(move |model, prompts, seq, window| continued(model, prompts, seq, (seed << 32) ^ window, family));
     let on_policy = (config.on_policy > 0.0).then_some((config.on_policy, generate));
     let objective = Distillation { teacher: folder.model()?, settings: config.settings, on_policy, memory };
     Ok(Goal { settings, objective: Box::new(objective) })

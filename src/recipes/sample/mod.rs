@@ -225,12 +225,11 @@ impl Session {
         if let Some(prefix) = prefix {
             batch = batch.with_prefix(prefix);
         }
-        let ran = run.all(&mut batch, report, interrupt).and_then(|()| {
-            match (&config.save_cache, &origin, batch.prefix()) {
+        let ran =
+            run.all(&mut batch, report, interrupt).and_then(|()| match (&config.save_cache, &origin, batch.prefix()) {
                 (Some(path), Some(origin), Some(row)) => prefix::save(path, origin, row),
                 _ => Ok(()),
-            }
-        });
+            });
         let mut summary = run.summary(models.place.clone(), prompt_tokens);
         summary.speculation = batch.draft().map(|draft| speculation(name, draft, run.new_tokens(), run.times));
         (summary.cache_bytes, summary.cache_flags) = (batch.peak_cache_bytes(), memory::flags(cache));
