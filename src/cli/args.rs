@@ -292,6 +292,9 @@ pub struct EvalArgs {
     /// Take the whole text instead of its held-out part
     #[arg(long)]
     pub whole: bool,
+    /// Take the test split of a named set instead of the one for validation
+    #[arg(long, conflicts_with = "whole")]
+    pub test: bool,
     /// Share that is held out; the run's own if not given
     #[arg(long, value_name = "SHARE")]
     pub validation: Option<f64>,

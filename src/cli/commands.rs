@@ -296,12 +296,13 @@ fn tokenizer_command(command: TokenizerCommand, global: &Global) -> Result<()> {
 }
 
 fn eval_command(args: EvalArgs, global: &Global, family: Family) -> Result<()> {
-    let EvalArgs { checkpoint, data, whole, validation, context, stride, engine } = args;
+    let EvalArgs { checkpoint, data, whole, test, validation, context, stride, engine } = args;
     let asked = cache(&engine)?;
     let kind = engine.r#type.as_deref().map(WeightType::named).transpose()?;
     let engine = (kind.is_some() || asked != CacheSettings::default()).then_some((kind, asked));
     let offline = global.offline;
-    let config = eval::EvalConfig { checkpoint, data, whole, validation, context, stride, engine, offline, family };
+    let config =
+        eval::EvalConfig { checkpoint, data, whole, test, validation, context, stride, engine, offline, family };
     print(&eval::run(&config, &mut Terminal::new())?, global, show::eval)
 }
 

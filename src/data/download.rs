@@ -237,6 +237,10 @@ impl Transfer<'_> {
         progress.begin(&format!("fetching {}", self.remote.name), total);
         let received = self.receive(response, &part, start, progress);
         progress.end();
+        if matches!(received, Err(Attempt::Refused(_))) {
+            // What came is of another file.
+            self.forget()?;
+        }
         let received = received?;
         match total {
             Some(total) if received < total => Err(Attempt::Broken(format!("ended after {received} of {total} bytes"))),

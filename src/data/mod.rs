@@ -50,6 +50,8 @@ pub struct Request {
     pub reading: Reading,
     /// Never ask a server.
     pub offline: bool,
+    /// Hold out the test split of named sets instead of the one for validation.
+    pub test: bool,
     pub place: Place,
 }
 
@@ -257,6 +259,9 @@ pub fn splits(name: &str, request: &Request, progress: &mut dyn Progress) -> Res
             text::read(&source, &reading, &request.place, progress)
         }
         None if !Path::new(name).exists() && !name.contains(['/', '.']) => Err(card::unknown(name)),
+        None if request.test => {
+            Err(Error::usage(format!("{name} has no test split")).with_hint("only some named sets have one"))
+        }
         None => text::read(&text::source(Path::new(name))?, &request.reading, &request.place, progress),
     }
 }
@@ -273,9 +278,16 @@ pub fn fetched(card: &Card, request: &Request, progress: &mut dyn Progress) -> R
         found.expect("a card's splits name files of it, which `Card::parse` checked")
     };
     let one = |input: Input| Inputs { files: vec![input], lenient: false, skipped: 0 };
-    if let Some(splits) = &card.splits {
-        let part = |part: &card::Part| one(Input { path: path(&part.file), member: part.member.clone() });
-        return Ok(text::Source::Cut(part(&splits.train), part(&splits.validation)));
+    let part = |part: &card::Part| one(Input { path: path(&part.file), member: part.member.clone() });
+    match (&card.splits, request.test) {
+        (Some(splits), false) => return Ok(text::Source::Cut(part(&splits.train), part(&splits.validation))),
+        (Some(card::Splits { train, test: Some(test), .. }), true) => {
+            return Ok(text::Source::Cut(part(train), part(test)));
+        }
+        (_, true) => {
+            return Err(Error::usage(format!("{} has no test split", card.name)).with_hint("leave --test out"));
+        }
+        (None, false) => {}
     }
     let files = card.file.iter().map(|file| Input { path: path(&file.name), member: file.member.clone() });
     let files: Vec<Input> = files.collect();
@@ -353,6 +365,7 @@ mod tests {
             bytes: 20_000,
             reading: Reading { validation: 0.1, field: "text".into(), ..Reading::default() },
             offline: true,
+            test: false,
             place: Place::new(place),
         }
     }

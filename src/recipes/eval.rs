@@ -23,6 +23,8 @@ pub struct EvalConfig {
     pub data: Option<String>,
     /// The split: the held-out part, or the whole text.
     pub whole: bool,
+    /// The test split of a named set.
+    pub test: bool,
     pub validation: Option<f64>,
     pub context: Option<usize>,
     /// New tokens of each window; below the context, windows overlap.
@@ -155,6 +157,7 @@ fn request(config: &EvalConfig, place: &Path) -> Result<data::Request> {
     if let Some(source) = &config.data {
         request.source = source.clone();
     }
+    request.test = config.test;
     request.reading.validation = config.validation.unwrap_or(request.reading.validation);
     Ok(request)
 }

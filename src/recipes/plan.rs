@@ -176,7 +176,8 @@ pub(super) fn request(preset: &Preset, offline: bool) -> Result<data::Request> {
         deduplicate: d.deduplicate,
         cleaning: data::Cleaning::None,
     };
-    Ok(data::Request { source: d.source.clone(), bytes: d.bytes, reading, offline, place: Place::of_user() })
+    let (source, place) = (d.source.clone(), Place::of_user());
+    Ok(data::Request { source, bytes: d.bytes, reading, offline, test: false, place })
 }
 
 pub(super) fn tokenizer(preset: &Preset) -> Result<Tokenizer> {

@@ -89,6 +89,14 @@ fn every_named_set_ends_in_a_training_step() {
         shown["documents"][0].as_str().unwrap().to_owned()
     };
     assert!(held_out("wikitext-2").starts_with("held-out of wikitext-2"));
+    let eval = |data: &str, more: &[&str]| {
+        let run = place.path("runs/wikitext-2-toml");
+        place.run(&[&["eval", run.to_str().unwrap(), "--data", data, "--json"], more].concat())
+    };
+    let bytes = |more: &[&str]| eval("wikitext-2.toml", more).ok().json()["bytes"].as_u64().unwrap();
+    // "held-out" has four letters more than "test", thirty times; the first byte of a text is not predicted.
+    assert_eq!(bytes(&[]) - bytes(&["--test"]), 4 * 30);
+    eval("shakespeare.toml", &["--test"]).fails(2, &["shakespeare has no test split"]);
     assert_eq!(held_out("tinystories"), "One day, Tim ran.");
     let book = &documents(&place, "gutenberg.toml", &[])[0];
     assert!(book.starts_with("pg100.txt of gutenberg") && !book.contains("LICENSE") && !book.contains("***"), "{book}");

@@ -234,6 +234,7 @@ fn compare(
         checkpoint: Some(teacher.clone()),
         data: Some(data.source.clone()),
         whole: false,
+        test: false,
         validation: Some(data.validation),
         context: None,
         stride: None,
