@@ -65,8 +65,8 @@ impl Format {
     }
 }
 
-/// Reads what `reader` gives as `name` says. `path` is the file in which it lies, for errors. `Some` says why it is no
-/// text at all; then part of a document may have gone to `to`.
+/// Reads what `reader` gives as `name` says. `path` is the file in which it lies, for errors. `Some` says why there is
+/// no text in it at all; then part of a document may have gone to `to`.
 pub fn read(
     path: &Path,
     name: &str,
@@ -310,8 +310,9 @@ fn keys_of(value: &serde_json::Value) -> Vec<String> {
     value.as_object().map_or(Vec::new(), |object| object.keys().cloned().collect())
 }
 
-/// Says which fields there are instead.
+/// Says which fields there are instead. Among others such a file is passed over, like one that is no text.
 fn no_field(source: &Source, field: &str, known: Vec<String>) -> Error {
+    source.is_text.set(false);
     let list = known.iter().take(12).map(|k| format!("`{k}`")).collect::<Vec<_>>().join(", ");
     let found = if list.is_empty() { "no fields".to_owned() } else { format!("only {list}") };
     source.expected(format!("a text in the field `{field}`"), found).with_hint("name the field with --field")

@@ -305,7 +305,7 @@ fn tell(name: &str, notes: &Notes, progress: &mut dyn Progress) {
             Note::Replaced => format!("{name}: {count} bytes that are not UTF-8 were replaced by U+FFFD"),
             Note::Lacking => format!("{name}: {count} records without the field were left out"),
             Note::Duplicates => format!("{name}: {count} documents that came before were left out"),
-            Note::Skipped => format!("{name}: {count} files that are not text were left out"),
+            Note::Skipped => format!("{name}: {count} files that are not text, or lack the field, were left out"),
         });
     }
 }

@@ -182,6 +182,12 @@ fn other_fields_are_named_and_missing_ones_are_said() {
         step(&place, file, &[]).fails(1, &["`text`", "`body", "--field"]);
     }
     assert_eq!(documents(&place, "a.jsonl", &["--field", "a.b"]), ["x"]);
+    // In a folder, tables of something else are passed over.
+    place.file("folder/a.csv", "n,body\n1,one\n");
+    place.file("folder/b.md", "notes");
+    let shown = place.run(&["data", "show", "folder", "--json", "--validation", "0"]).ok();
+    assert_eq!(shown.json()["documents"], json!(["notes"]));
+    assert!(shown.stderr.contains("1 files"), "{}", shown.stderr);
     place.file("n.parquet", files::parquet("text", &["x"]));
     step(&place, "n.parquet", &["--field", "id"]).fails(1, &["texts in the column `id`", "numbers"]);
     place.file("b.jsonl", "{\"text\": \"fine\"}\n{\"text\": broken}\n");
@@ -230,7 +236,7 @@ fn what_is_no_text_is_replaced_refused_or_left_out_and_said() {
     place.file("pair.zip", files::zip(&[("a.txt", b"fine text"), ("b.png", &[0; 50]), ("c.txt", b"more of it")]));
     let shown = place.run(&["data", "show", "pair.zip", "--json", "--validation", "0"]).ok();
     assert_eq!(shown.json()["documents"], json!(["fine text", "more of it"]));
-    assert!(shown.stderr.contains("1 files that are not text were left out"), "{}", shown.stderr);
+    assert!(shown.stderr.contains("1 files that are not text, or lack the field, were left out"), "{}", shown.stderr);
     for (name, content) in [
         ("a.zip", &b"<html>"[..]),
         ("a.gz", b"not gzip"),
