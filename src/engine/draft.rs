@@ -56,6 +56,14 @@ const MOST: usize = 16;
 const TRIAL: usize = 32;
 
 impl Draft {
+    /// The draft model, if it is one.
+    pub fn engine(&mut self) -> Option<&mut Engine> {
+        match &mut self.source {
+            Source::Model(engine) => Some(engine),
+            Source::Ngram => None,
+        }
+    }
+
     /// `tokens` proposals at a time, or as many as pay off.
     pub fn new(source: Source, tokens: Option<usize>) -> Result<Self> {
         if let Some(tokens) = tokens.filter(|tokens| !(1..=MAX_PROPOSED).contains(tokens)) {

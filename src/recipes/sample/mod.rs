@@ -203,7 +203,7 @@ impl Session {
         let Self { models, draft } = self;
         let mut jobs = jobs(config, models)?;
         let prompt_tokens = jobs.iter().map(|job| job.prompt.len()).sum();
-        let memory = fit_memory(config, models, &mut jobs, report)?;
+        let memory = fit_memory(config, (models, draft), &mut jobs, report)?;
         let cache = jobs.first().map_or(config.cache, |job| job.settings.cache);
         let origin = match (&config.save_cache, &config.load_cache) {
             (None, None) => None,
@@ -287,7 +287,7 @@ fn jobs(config: &SampleConfig, models: &Models) -> Result<Vec<Job>> {
 /// Says, before work starts, if memory will not do; with a budget of `auto` it changes the cache of the jobs.
 fn fit_memory(
     config: &SampleConfig,
-    models: &mut Models,
+    (models, draft): (&mut Models, &mut Option<Draft>),
     jobs: &mut [Job],
     report: &mut dyn Report,
 ) -> Result<Option<Memory>> {
@@ -297,7 +297,10 @@ fn fit_memory(
         positions: jobs.iter().map(|job| job.prompt.len() + job.max_tokens).max().unwrap_or(1),
     };
     let (_, available) = device::memory();
-    let (cache, memory) = memory::fit(&mut models.engines(), config.cache, load, (budget, available))?;
+    // Before the first run the draft is with the models, later with the session.
+    let mut engines = models.engines();
+    engines.extend(draft.as_mut().and_then(Draft::engine));
+    let (cache, memory) = memory::fit(&mut engines, config.cache, load, (budget, available))?;
     if cache != config.cache {
         report.event(Event::Note(format!("to fit into memory: {}", memory::flags(cache))));
         jobs.iter_mut().for_each(|job| job.settings.cache = cache);
