@@ -273,7 +273,7 @@ fn split(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::progress::Quiet;
+    use crate::data::progress::Told;
     use crate::tokenizer::train::{Words, byte_pairs};
 
     fn tokenizer() -> Tokenizer {
@@ -296,13 +296,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let place = Place::new(dir.path());
         let plain = Text::new(text.clone().into_bytes(), vec![text.len() as u64]);
-        let made = tokens(&plain, false, &tokenizer, &place, &mut Quiet).unwrap();
+        let made = tokens(&plain, false, &tokenizer, &place, &mut Told::default()).unwrap();
         assert_eq!(ids(&made), whole);
         assert_eq!(made.text_bytes() as usize, text.len());
         // Three documents, one of them long.
         let ends = vec![10, text.len() as u64 - 2, text.len() as u64];
         let documents = Text::new(text.clone().into_bytes(), ends);
-        let made = tokens(&documents, true, &tokenizer, &place, &mut Quiet).unwrap();
+        let made = tokens(&documents, true, &tokenizer, &place, &mut Told::default()).unwrap();
         let eot = tokenizer.end_of_text();
         let parts = [&text[..10], &text[10..text.len() - 2], &text[text.len() - 2..]];
         let mut expected = Vec::new();
@@ -315,7 +315,7 @@ mod tests {
         assert_eq!(made.documents().count(), 3);
         let files = || std::fs::read_dir(dir.path().join("tokens")).unwrap().flatten().collect::<Vec<_>>();
         let before: Vec<_> = files().iter().map(|f| f.metadata().unwrap().modified().unwrap()).collect();
-        assert_eq!(ids(&tokens(&documents, true, &tokenizer, &place, &mut Quiet).unwrap()), expected);
+        assert_eq!(ids(&tokens(&documents, true, &tokenizer, &place, &mut Told::default()).unwrap()), expected);
         let after: Vec<_> = files().iter().map(|f| f.metadata().unwrap().modified().unwrap()).collect();
         assert_eq!(before, after, "the second time it is only opened");
     }
@@ -344,9 +344,9 @@ mod tests {
         let marks = std::fs::read_dir(dir.path().join("tokens")).unwrap().flatten();
         let mark = marks.map(|f| f.path()).find(|p| p.to_string_lossy().ends_with("part.mark")).expect("a mark");
         assert!(std::fs::read_to_string(mark).unwrap().contains("\"text\""));
-        let made = tokens(&plain, false, &tokenizer, &place, &mut Quiet).unwrap();
+        let made = tokens(&plain, false, &tokenizer, &place, &mut Told::default()).unwrap();
         let other = Place::new(dir.path().join("other"));
-        let anew = tokens(&plain, false, &tokenizer, &other, &mut Quiet).unwrap();
+        let anew = tokens(&plain, false, &tokenizer, &other, &mut Told::default()).unwrap();
         assert_eq!(made.len(), anew.len());
         assert_eq!(ids(&made), ids(&anew));
     }

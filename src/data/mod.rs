@@ -357,7 +357,7 @@ pub fn require_window(name: &str, tokens: &Tokens, context: usize) -> Result<()>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use progress::Quiet;
+    use progress::Told;
 
     fn request(source: &str, place: &Path) -> Request {
         Request {
@@ -373,7 +373,7 @@ mod tests {
     #[test]
     fn stories_come_framed_and_with_their_entropy() {
         let dir = tempfile::tempdir().unwrap();
-        let corpus = open(&request("stories", dir.path()), &Tokenizer::bytes(), &mut Quiet).unwrap();
+        let corpus = open(&request("stories", dir.path()), &Tokenizer::bytes(), &mut Told::default()).unwrap();
         let [source] = &corpus.sources[..] else { panic!("one source") };
         assert!(source.train.text_bytes() >= 20_000 && source.train.has_documents());
         assert_eq!(source.validation.documents().count() as u64, HELD_OUT_STORIES);
@@ -385,14 +385,14 @@ mod tests {
     #[test]
     fn unknown_names_and_short_texts_say_what_would_work() {
         let dir = tempfile::tempdir().unwrap();
-        let error = open(&request("storis", dir.path()), &Tokenizer::bytes(), &mut Quiet).unwrap_err();
+        let error = open(&request("storis", dir.path()), &Tokenizer::bytes(), &mut Told::default()).unwrap_err();
         assert_eq!((error.exit_code(), error.hint().unwrap().contains("stories")), (2, true));
         let path = dir.path().join("a.txt");
         for (length, context, fits) in [(0, 8, false), (1, 8, false), (8, 8, false), (9, 8, true), (10, 8, true)] {
             std::fs::write(&path, "x".repeat(length + 1)).unwrap();
             let mut request = request(path.to_str().unwrap(), dir.path());
             request.reading.validation = 0.0;
-            let corpus = open(&request, &Tokenizer::bytes(), &mut Quiet).unwrap();
+            let corpus = open(&request, &Tokenizer::bytes(), &mut Told::default()).unwrap();
             let fits = fits || length + 1 == context + 1;
             assert_eq!(require_window("a", &corpus.sources[0].train, context).is_ok(), fits);
         }
@@ -405,28 +405,18 @@ mod tests {
         std::fs::write(path("a.txt"), "a".repeat(100)).unwrap();
         std::fs::write(path("b.jsonl"), "{\"text\": \"b\"}\n".repeat(30)).unwrap();
         let mixed = format!("{}:3,stories:1,{}:2", path("a.txt"), path("b.jsonl"));
-        let corpus = open(&request(&mixed, dir.path()), &Tokenizer::bytes(), &mut Quiet).unwrap();
+        let corpus = open(&request(&mixed, dir.path()), &Tokenizer::bytes(), &mut Told::default()).unwrap();
         assert_eq!(corpus.name, "a+stories+b");
         let weights: Vec<_> = corpus.sources.iter().map(|s| s.weight.unwrap()).collect();
         assert_eq!(weights, [3.0, 1.0, 2.0]);
         assert!(corpus.has_documents() && corpus.entropy_bpb.is_none());
-        let error = open(&request(&format!("{},none", path("a.txt")), dir.path()), &Tokenizer::bytes(), &mut Quiet);
+        let error =
+            open(&request(&format!("{},none", path("a.txt")), dir.path()), &Tokenizer::bytes(), &mut Told::default());
         assert!(error.unwrap_err().to_string().contains("`none`"));
     }
 
     #[test]
     fn tokens_that_stand_for_less_than_the_text_are_told() {
-        struct Notes(String);
-        impl Progress for Notes {
-            fn begin(&mut self, _: &str, _: Option<u64>) {}
-            fn at(&mut self, _: u64) -> Result<()> {
-                Ok(())
-            }
-            fn end(&mut self) {}
-            fn note(&mut self, text: String) {
-                self.0 += &text;
-            }
-        }
         // The byte tokenizer in another spelling is a tokenizer.json; it takes the name of a special token for the token.
         let dir = tempfile::tempdir().unwrap();
         let json = dir.path().join("tokenizer.json");
@@ -438,9 +428,9 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             let mut request = request(path.to_str().unwrap(), dir.path());
             request.reading.validation = 0.5;
-            let mut notes = Notes(String::new());
+            let mut notes = Told::default();
             let corpus = open(&request, &tokenizer, &mut notes).unwrap();
-            (corpus.sources[0].train.text_bytes() + corpus.sources[0].validation.text_bytes(), notes.0)
+            (corpus.sources[0].train.text_bytes() + corpus.sources[0].validation.text_bytes(), notes.0.concat())
         };
         let plain = opened("émoji 😀 and 漢字, all of it");
         assert_eq!(plain, (std::fs::metadata(&path).unwrap().len(), String::new()));

@@ -93,16 +93,16 @@ impl Claim {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::progress::Quiet;
+    use crate::data::progress::Told;
 
     #[test]
     fn a_second_writer_waits_for_the_first() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x");
-        let first = Claim::take(&path, &mut Quiet).unwrap();
+        let first = Claim::take(&path, &mut Told::default()).unwrap();
         let (told, seen) = std::sync::mpsc::channel();
-        struct Notes(std::sync::mpsc::Sender<String>);
-        impl Progress for Notes {
+        struct Live(std::sync::mpsc::Sender<String>);
+        impl Progress for Live {
             fn begin(&mut self, _: &str, _: Option<u64>) {}
             fn at(&mut self, _: u64) -> Result<()> {
                 Ok(())
@@ -112,7 +112,7 @@ mod tests {
                 self.0.send(text).unwrap();
             }
         }
-        let second = std::thread::spawn(move || Claim::take(&path, &mut Notes(told)).map(|_| ()));
+        let second = std::thread::spawn(move || Claim::take(&path, &mut Live(told)).map(|_| ()));
         assert!(seen.recv().unwrap().contains("another process"));
         assert!(!second.is_finished());
         drop(first);

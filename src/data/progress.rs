@@ -14,11 +14,11 @@ pub trait Progress {
     fn note(&mut self, text: String);
 }
 
-/// Tells nobody.
-#[derive(Debug)]
-pub struct Quiet;
+/// Keeps the notes, and shows nothing.
+#[derive(Debug, Default)]
+pub struct Told(pub Vec<String>);
 
-impl Progress for Quiet {
+impl Progress for Told {
     fn begin(&mut self, _: &str, _: Option<u64>) {}
 
     fn at(&mut self, _: u64) -> Result<()> {
@@ -27,5 +27,7 @@ impl Progress for Quiet {
 
     fn end(&mut self) {}
 
-    fn note(&mut self, _: String) {}
+    fn note(&mut self, text: String) {
+        self.0.push(text);
+    }
 }

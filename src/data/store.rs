@@ -208,7 +208,7 @@ impl<'a> Store<'a> {
     fn spill(&mut self) -> Result<()> {
         self.place.folder("texts")?;
         let folder = self.part();
-        let claim = Claim::take(&folder, &mut super::progress::Quiet)?;
+        let claim = Claim::take(&folder, &mut super::progress::Told::default())?;
         let mut spilled = Spilled::open(folder, claim, true)?;
         let (text, ends) = std::mem::take(&mut self.memory);
         spilled.write(&text)?;
@@ -333,10 +333,10 @@ fn notes_of(info: &Info) -> Notes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::progress::Quiet;
+    use crate::data::progress::Told;
 
     fn begin(place: &Place, deduplicate: bool, small: usize) -> (usize, Store<'_>) {
-        match Store::begin(place, "key".into(), deduplicate, &mut Quiet).unwrap() {
+        match Store::begin(place, "key".into(), deduplicate, &mut Told::default()).unwrap() {
             Begun::At(files, store) => (files, Store { small, ..*store }),
             Begun::Whole(..) => panic!("nothing is there yet"),
         }
@@ -371,7 +371,7 @@ mod tests {
                 assert_eq!(texts(&part), kept[1..3]);
                 if small < SMALL {
                     let Begun::Whole(again, told) =
-                        Store::begin(&place, "key".into(), deduplicate, &mut Quiet).unwrap()
+                        Store::begin(&place, "key".into(), deduplicate, &mut Told::default()).unwrap()
                     else {
                         panic!("it was prepared")
                     };

@@ -398,7 +398,7 @@ impl Found {
 mod tests {
     use super::*;
     use crate::data::encoding::Invalid;
-    use crate::data::progress::Quiet;
+    use crate::data::progress::Told;
 
     fn place() -> tempfile::TempDir {
         tempfile::tempdir().unwrap()
@@ -425,7 +425,7 @@ mod tests {
 
     fn read(path: &Path, reading: &Reading) -> Result<Documents> {
         let cache = place();
-        let splits = super::read(&source(path)?, reading, &Place::new(cache.path()), &mut Quiet)?;
+        let splits = super::read(&source(path)?, reading, &Place::new(cache.path()), &mut Told::default())?;
         let Splits { train, validation, documents: separate, notes } = splits;
         Ok(Documents { train: documents(&train), validation: documents(&validation), documents: separate, notes })
     }

@@ -6,7 +6,7 @@ use super::plan;
 use super::report::{Event, Interrupt, Preparing, Report};
 use super::sample::{CacheSettings, WeightType};
 use crate::checkpoint::{self, model_folder::ModelFolder};
-use crate::data::{self, progress::Quiet, tokens::Tokens, windows};
+use crate::data::{self, progress::Told, tokens::Tokens, windows};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::eval;
@@ -169,7 +169,7 @@ pub fn held_out_prompts(run: &Path, offline: bool, (count, bytes): (usize, usize
     let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
     let request = plan::request(&Preset::parse(&text, &path)?, offline)?;
     let tokenizer = Tokenizer::bytes();
-    let corpus = data::open(&request, &tokenizer, &mut Quiet)?;
+    let corpus = data::open(&request, &tokenizer, &mut Told::default())?;
     let tokens = &corpus.sources[0].validation;
     let starts: Vec<usize> = match tokens.has_documents() {
         true => tokens.documents().map(|d| d.start + 1).take(count).collect(),

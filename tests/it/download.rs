@@ -6,7 +6,7 @@ use std::time::Duration;
 use gpt::data::card::{Card, Remote};
 use gpt::data::download::{Patience, fetch};
 use gpt::data::place::Place as Folder;
-use gpt::data::progress::Progress;
+use gpt::data::progress::{Progress, Told};
 use gpt::error::{Error, Result};
 use sha2::{Digest, Sha256};
 
@@ -35,20 +35,6 @@ fn card(mirrors: &[String]) -> Card {
     Card::parse(&text, Path::new("set.toml")).unwrap()
 }
 
-#[derive(Default)]
-struct Notes(Vec<String>);
-
-impl Progress for Notes {
-    fn begin(&mut self, _: &str, _: Option<u64>) {}
-    fn at(&mut self, _: u64) -> Result<()> {
-        Ok(())
-    }
-    fn end(&mut self) {}
-    fn note(&mut self, text: String) {
-        self.0.push(text);
-    }
-}
-
 struct Cache(tempfile::TempDir);
 
 impl Cache {
@@ -57,7 +43,7 @@ impl Cache {
     }
 
     fn fetch(&self, card: &Card) -> Result<PathBuf> {
-        self.fetch_as(card, &card.file[0], false, &mut Notes::default())
+        self.fetch_as(card, &card.file[0], false, &mut Told::default())
     }
 
     fn fetch_as(&self, card: &Card, remote: &Remote, offline: bool, notes: &mut dyn Progress) -> Result<PathBuf> {
@@ -99,7 +85,7 @@ fn refused(bad: impl Fn(&Asked) -> Answer + Send + Sync + 'static) -> String {
     let said = error.to_string();
     assert!(said.contains(&bad) && said.contains("a.bin of set") && error.hint().is_some(), "{said}");
     assert!(!cache.names().contains(&"a.bin".to_owned()), "{:?}", cache.names());
-    let mut notes = Notes::default();
+    let mut notes = Told::default();
     let both = card(&[bad.clone(), good]);
     let path = cache.fetch_as(&both, &both.file[0], false, &mut notes).unwrap();
     assert_eq!(std::fs::read(path).unwrap(), file());
@@ -245,11 +231,11 @@ fn servers_that_stall_fail_for_a_while_or_are_slow_are_waited_for() {
 fn offline_asks_nobody() {
     let server = Server::start(|asked, _| Answer::part(&file(), asked));
     let (cache, card) = (Cache::new(), card(&[format!("{}/a.bin", server.address)]));
-    let error = cache.fetch_as(&card, &card.file[0], true, &mut Notes::default()).unwrap_err();
+    let error = cache.fetch_as(&card, &card.file[0], true, &mut Told::default()).unwrap_err();
     assert!(error.hint().unwrap().contains("gpt data fetch set"), "{error}");
     assert_eq!(server.asked().len(), 0);
     cache.fetch(&card).unwrap();
-    cache.fetch_as(&card, &card.file[0], true, &mut Notes::default()).unwrap();
+    cache.fetch_as(&card, &card.file[0], true, &mut Told::default()).unwrap();
     assert_eq!(server.asked().len(), 1);
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use gpt::data::place::Place;
-use gpt::data::progress::Quiet;
+use gpt::data::progress::Told;
 use gpt::data::{Reading, text};
 use proptest::prelude::*;
 
@@ -67,7 +67,7 @@ fn read(folder: &Path, name: &str, content: &[u8]) {
         let reading =
             Reading { field: "text".into(), separator: separator.into(), validation: 0.1, ..Reading::default() };
         let source = text::source(&path).unwrap();
-        if let Ok(splits) = text::read(&source, &reading, &Place::new(folder.join("cache")), &mut Quiet) {
+        if let Ok(splits) = text::read(&source, &reading, &Place::new(folder.join("cache")), &mut Told::default()) {
             let text = splits.train.bytes.len() + splits.validation.bytes.len();
             assert!(text <= 64 * content.len() + 4096, "{name}: {text} bytes of {}", content.len());
             assert!(std::str::from_utf8(&splits.train.bytes).is_ok(), "{name}: what is read is UTF-8");
@@ -105,7 +105,7 @@ fn whole_files_are_read() {
         std::fs::write(&path, content).unwrap();
         let reading = Reading { field: "text".into(), ..Reading::default() };
         let place = Place::new(dir.path().join("cache"));
-        let splits = text::read(&text::source(&path).unwrap(), &reading, &place, &mut Quiet).unwrap();
+        let splits = text::read(&text::source(&path).unwrap(), &reading, &place, &mut Told::default()).unwrap();
         assert!(!splits.train.bytes.is_empty(), "{name}");
     }
 }
