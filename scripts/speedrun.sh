@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole line in minutes: train, evaluate, sample, stop, resume. --short does it with a few steps, for CI.
+# The whole line in minutes: data, train, evaluate, sample, stop, resume, tokenizer, draft. --short does it with a few steps, for CI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 short=no
@@ -14,7 +14,13 @@ if [ $short = yes ]; then
 else
     steps=()
 fi
+# The draft of a model of its own size gains nothing: here it is only shown.
+few=("${steps[@]}")
+[ $short = yes ] || few=(--steps 300)
 
+export GPT_CACHE=$place/cache
+echo "== the data"
+$gpt data info stories
 echo "== a plan"
 $gpt train --dry-run
 echo "== train"
@@ -28,3 +34,9 @@ $gpt score "$run" --text "The small dog ran home." --json
 echo "== go on for some steps more"
 last=$(basename "$(ls -d "$run"/steps/* | tail -1)")
 $gpt train --resume --out "$run" --steps $((10#$last + 20)) --json
+echo "== a tokenizer of the same text"
+$gpt tokenizer train --data stories --vocab 512 --out "$place/tokenizer"
+$gpt tokenizer show "$place/tokenizer" --text "The small dog ran home."
+echo "== a draft, distilled, and the same text with it"
+$gpt distill --teacher "$run" "${few[@]}" --json
+$gpt sample "$run" -n 200 --seed 1 --verify

@@ -59,11 +59,22 @@ fn resolve_in(runs: &Path, given: Option<&Path>) -> Result<PathBuf> {
     Ok(if !path.exists() && named.exists() { named } else { path.to_owned() })
 }
 
+/// What the name of a draft ends with, after its target's.
+const DRAFT: &str = "-draft";
+
+/// Where the draft of a model is looked for.
+pub fn draft_of(target: &Path) -> PathBuf {
+    // A path like `.` has no name of its own.
+    let real = if target.file_name().is_some() { target.to_owned() } else { target.canonicalize().unwrap_or_default() };
+    let name = real.file_name().unwrap_or_default().to_string_lossy();
+    real.with_file_name(format!("{name}{DRAFT}"))
+}
+
 /// The folder below `runs` whose model was written last. A draft is found through its target, so it is none itself.
 fn newest_run(runs: &Path) -> Option<PathBuf> {
     let complete = |folder: &Path| folder.join("config.json").is_file() && folder.join("model.safetensors").is_file();
     let is_draft = |folder: &Path| {
-        let target = folder.file_name().and_then(|n| n.to_str()?.strip_suffix("-draft"));
+        let target = folder.file_name().and_then(|n| n.to_str()?.strip_suffix(DRAFT));
         target.is_some_and(|target| complete(&runs.join(target)))
     };
     let models = std::fs::read_dir(runs).ok()?.flatten().filter_map(|entry| {

@@ -116,9 +116,7 @@ pub fn distill(s: &DistillSummary, json: bool) {
             text += &format!("as its draft     {percent:.0} % accepted at {name}, {speedup:.2} times the speed\n");
         }
     }
-    let beside = s.train.out
-        == s.teacher.with_file_name(format!("{}-draft", s.teacher.file_name().unwrap_or_default().to_string_lossy()));
-    let draft = if beside { String::new() } else { format!(" --draft {place}") };
+    let draft = if s.is_found { String::new() } else { format!(" --draft {place}") };
     tell(&format!(
         "{text}\nnext:\n  gpt sample {teacher}{draft}\n  gpt eval {place}\n  {again} --steps {}",
         2 * s.train.steps

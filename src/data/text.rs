@@ -61,8 +61,12 @@ pub enum Source {
 /// The files of a path: itself, the two splits of a folder that has files named so, or all files below a folder.
 pub fn source(path: &Path) -> Result<Source> {
     let kind = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
-    if !kind.is_dir() {
+    if kind.is_file() {
         return Ok(Source::Whole(Inputs::file(path)));
+    }
+    if !kind.is_dir() {
+        return Err(Error::file(path, "a file or a folder", "a device or a pipe")
+            .with_hint("a run reads its text again when it is resumed: write it to a file first"));
     }
     let mut found = Found::default();
     found.collect(path)?;
@@ -518,6 +522,8 @@ mod tests {
         nix::unistd::mkfifo(&dir.path().join("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         let s = read(dir.path(), &share(0.0)).unwrap();
         assert_eq!((skipped(&s), s.train), (2, vec![b"hello".to_vec()]));
+        let error = read(&dir.path().join("pipe"), &any()).err().unwrap();
+        assert!(error.to_string().contains("a device or a pipe"), "{error}");
     }
 
     #[test]

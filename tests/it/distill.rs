@@ -114,4 +114,7 @@ fn what_cannot_be_distilled_says_why() {
     place.run(&["tokenizer", "train", "--data", "text.txt", "--vocab", "300", "--out", "tok"]).ok();
     distill(&place, "x", "5", &["--tokenizer", "tok"]).fails(2, &["tokenizer is not that of teacher"]);
     place.run(&["distill", "--teacher", "nowhere"]).fails(1, &["nowhere"]);
+    std::fs::remove_file(place.path("teacher/preset.toml")).unwrap();
+    distill(&place, "x", "5", &[]).fails(2, &["what it was trained on", "--data"]);
+    distill(&place, "y", "2", &["--data", "text.txt"]).ok();
 }

@@ -55,6 +55,9 @@ pub struct DistillSummary {
     /// Tokens a second with the student over those without it, at temperature 0.8 and at 0.
     pub speedup: Option<f64>,
     pub speedup_greedy: Option<f64>,
+    /// Whether sampling from the teacher finds the student by itself.
+    #[serde(skip)]
+    pub is_found: bool,
 }
 
 /// The names of the divergences, as flags and states spell them.
@@ -79,6 +82,7 @@ pub fn run(config: &DistillConfig, report: &mut dyn Report, interrupt: &Interrup
     let mut goal = |resolved: &Resolved| goal(config, &place, resolved);
     let summary = train::run_for(&train, &mut goal, report, interrupt)?;
     let mut summary = DistillSummary {
+        is_found: summary.out == checkpoint::draft_of(&place),
         train: summary,
         teacher: place.clone(),
         teacher_val_loss: None,
@@ -114,14 +118,17 @@ fn check(config: &DistillConfig) -> Result<()> {
 /// The student's settings: data, tokenizer and context of the teacher's run where flags say nothing else, beside the teacher.
 fn with_defaults(train: &TrainConfig, teacher: &Path) -> Result<TrainConfig> {
     let mut train = train.clone();
-    let name = teacher.file_name().unwrap_or_default().to_string_lossy();
-    train.out.get_or_insert_with(|| teacher.with_file_name(format!("{name}-draft")));
+    train.out.get_or_insert_with(|| checkpoint::draft_of(teacher));
     // A run that goes on has all of this in its own preset.
     if train.resume {
         return Ok(train);
     }
     let mut given = Vec::new();
     let path = teacher.join(PRESET);
+    if !path.is_file() && train.given.iter().all(|(key, _)| key != "data.source") {
+        return Err(Error::usage(format!("{} does not say what it was trained on", teacher.display()))
+            .with_hint("name a text with --data"));
+    }
     if path.is_file() {
         let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
         let preset = Preset::parse(&text, &path)?;

@@ -100,8 +100,7 @@ impl Models {
 
 /// The draft of a checkpoint, by its name.
 fn beside(place: &Path) -> Option<PathBuf> {
-    let name = place.canonicalize().ok()?.file_name()?.to_str()?.to_owned() + "-draft";
-    let draft = place.canonicalize().ok()?.with_file_name(name);
+    let draft = checkpoint::draft_of(&place.canonicalize().ok()?);
     draft.join("config.json").is_file().then_some(draft)
 }
 
