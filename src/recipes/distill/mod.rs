@@ -123,6 +123,8 @@ fn with_defaults(train: &TrainConfig, teacher: &Path) -> Result<TrainConfig> {
     if train.resume {
         return Ok(train);
     }
+    // Says best what is wrong with a folder that is no model.
+    let model = ModelFolder::open(teacher)?;
     let mut given = Vec::new();
     let path = teacher.join(PRESET);
     if !path.is_file() && train.given.iter().all(|(key, _)| key != "data.source") {
@@ -135,7 +137,6 @@ fn with_defaults(train: &TrainConfig, teacher: &Path) -> Result<TrainConfig> {
         let keys = crate::preset::keys().into_iter().filter(|key| key.starts_with("data."));
         given.extend(keys.filter_map(|key| preset.get(&key).map(|value| (key, plain(&value)))));
     }
-    let model = ModelFolder::open(teacher)?;
     given.push(("model.max_position_embeddings".into(), model.config.max_position_embeddings.to_string()));
     if !Tokenizer::open(teacher)?.is_bytes() {
         given.push(("tokenizer.file".into(), teacher.join("tokenizer.json").display().to_string()));
