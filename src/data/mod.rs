@@ -197,24 +197,20 @@ pub fn open(request: &Request, tokenizer: &Tokenizer, progress: &mut dyn Progres
             .with_hint("--validation takes a number from 0 up to, not including, 1"));
     }
     let sources = source::parse(&request.source)?;
-    if let [one] = &sources[..]
-        && one.name == "stories"
-    {
-        return stories_corpus(request, tokenizer, progress);
-    }
     let mut opened = Vec::new();
     for source::Weighted { name, weight } in sources {
-        let (train, validation) = match name.as_str() {
-            "stories" => {
-                let stories = stories_corpus(request, tokenizer, progress)?.sources.swap_remove(0);
-                (stories.train, stories.validation)
-            }
-            _ => one_source(&name, request, tokenizer, progress)?,
-        };
+        let (train, validation) = one_source(&name, request, tokenizer, progress)?;
         opened.push(Source { name: short(&name), weight, train, validation });
     }
+    // Of a mixture nobody knows the entropy.
+    let stories = matches!(&opened[..], [one] if one.name == "stories" && request.source == "stories");
     let names: Vec<&str> = opened.iter().map(|s| s.name.as_str()).collect();
-    Ok(Corpus { name: names.join("+"), sources: opened, entropy_bpb: None, source_bpb: None })
+    Ok(Corpus {
+        name: names.join("+"),
+        sources: opened,
+        entropy_bpb: stories.then(|| stories::source().entropy_bpb()),
+        source_bpb: stories.then(|| held_out_stories().1),
+    })
 }
 
 /// A set's name, or the last part of a path.
@@ -247,6 +243,9 @@ fn one_source(
 
 /// The text of a set, file or folder, in two splits.
 pub fn splits(name: &str, request: &Request, progress: &mut dyn Progress) -> Result<Splits> {
+    if name == "stories" {
+        return Ok(stories_splits(request.bytes));
+    }
     match card::find(name)? {
         Some(card) => {
             let reading = Reading {
@@ -310,31 +309,28 @@ fn tell(name: &str, notes: &Notes, progress: &mut dyn Progress) {
     }
 }
 
-fn stories_corpus(request: &Request, tokenizer: &Tokenizer, progress: &mut dyn Progress) -> Result<Corpus> {
-    let (mut train, mut ends) = (Vec::new(), Vec::new());
-    while (train.len() as u64) < request.bytes {
+/// Stories for training, as many bytes as were asked for, and those that are held out.
+fn stories_splits(bytes: u64) -> Splits {
+    let (mut text, mut ends) = (Vec::new(), Vec::new());
+    while (text.len() as u64) < bytes {
         let story = stories::story(STORIES_TRAIN, ends.len() as u64);
-        train.extend_from_slice(story.text.as_bytes());
-        ends.push(train.len() as u64);
-    }
-    let held_out: Vec<_> = (0..HELD_OUT_STORIES).map(|i| stories::story(STORIES_HELD_OUT, i)).collect();
-    let bits: f64 = held_out.iter().map(|s| s.bits).sum();
-    let (mut text, mut held_out_ends) = (Vec::new(), Vec::new());
-    for story in held_out {
         text.extend_from_slice(story.text.as_bytes());
-        held_out_ends.push(text.len() as u64);
+        ends.push(text.len() as u64);
     }
-    let source_bpb = bits / text.len() as f64;
-    let mut tokens =
-        |text, ends: Vec<u64>| encode::tokens(&Text::new(text, ends), true, tokenizer, &request.place, progress);
-    let (train, validation) = (tokens(train, ends)?, tokens(text, held_out_ends)?);
-    let source = Source { name: "stories".into(), weight: None, train, validation };
-    Ok(Corpus {
-        name: "stories".into(),
-        sources: vec![source],
-        entropy_bpb: Some(stories::source().entropy_bpb()),
-        source_bpb: Some(source_bpb),
-    })
+    let validation = held_out_stories().0;
+    Splits { train: Text::new(text, ends), validation, documents: true, notes: Notes::new() }
+}
+
+/// The held-out stories, and their exact -log2 p over their bytes.
+fn held_out_stories() -> (Text, f64) {
+    let (mut text, mut ends, mut bits) = (Vec::new(), Vec::new(), 0.0);
+    for story in (0..HELD_OUT_STORIES).map(|i| stories::story(STORIES_HELD_OUT, i)) {
+        text.extend_from_slice(story.text.as_bytes());
+        ends.push(text.len() as u64);
+        bits += story.bits;
+    }
+    let length = text.len() as f64;
+    (Text::new(text, ends), bits / length)
 }
 
 /// Refuses a source too short for one window of `context`, and says what would fit.
