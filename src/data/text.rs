@@ -87,7 +87,7 @@ pub fn source(path: &Path) -> Result<Source> {
     Ok(Source::Whole(Inputs { files, lenient: true, skipped: found.other }))
 }
 
-/// A share of a large text is held out up to this many bytes: a validation over them is exact to a thousandth.
+/// A share of a large text is held out up to this many bytes: more would mostly take longer to validate on.
 const MOST_HELD_OUT: usize = 1 << 20;
 
 /// Reads a source and cuts off the held-out share, if it is not cut already.
