@@ -89,6 +89,13 @@ fn a_student_that_is_resumed_is_the_one_that_was_not_interrupted() {
     assert_eq!(kept, 1);
     distill(&place, "again", "10", &["--schedule", "constant", "--teacher-top", "4"]).ok();
     assert_eq!(weights(&place, "whole2"), weights(&place, "again"));
+    // Damage in what was kept is found out.
+    let file = std::fs::read_dir(place.path(".cache/teachers")).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[8..40].fill(0xFF);
+    std::fs::write(&file, bytes).unwrap();
+    distill(&place, "mended", "10", &["--schedule", "constant", "--teacher-top", "4"]).ok();
+    assert_eq!(weights(&place, "whole2"), weights(&place, "mended"));
     // Another objective is another run.
     distill(&place, "parts0", "20", &["--resume", "--alpha", "0.5"]).fails(2, &["objective"]);
     let base = ["train", "--out", "parts0", "--resume", "--steps", "20"];
