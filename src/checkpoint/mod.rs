@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::files::atomic;
 
 /// Where runs land and are looked for.
 pub const RUNS: &str = "checkpoints";
@@ -28,24 +29,8 @@ pub fn hash(folder: &Path) -> Result<String> {
     files.retain(|path| path.ends_with("config.json") || path.extension().is_some_and(|e| e == "safetensors"));
     files.sort();
     let mut sum = Sha256::new();
-    for path in files {
-        let mut file = std::fs::File::open(&path).map_err(|e| Error::io("open", &path, e))?;
-        std::io::copy(&mut file, &mut HashWriter(&mut sum)).map_err(|e| Error::io("read", &path, e))?;
-    }
-    Ok(sum.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-struct HashWriter<'a>(&'a mut Sha256);
-
-impl std::io::Write for HashWriter<'_> {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.update(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
+    files.iter().try_for_each(|path| atomic::hash_file(path, &mut sum))?;
+    Ok(atomic::hex(&sum.finalize()))
 }
 
 fn resolve_in(runs: &Path, given: Option<&Path>) -> Result<PathBuf> {

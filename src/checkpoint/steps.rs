@@ -6,12 +6,9 @@
 //! are renamed before they are emptied, and only the one writer of the run (`lock`) writes or prunes.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use super::foreign;
 use super::weights::Weights;
@@ -184,25 +181,13 @@ fn verify(folder: &Path, depth: Depth) -> Result<()> {
         if bytes != sum.bytes {
             return Err(Error::file(&path, format!("{} bytes", sum.bytes), format!("{bytes}")));
         }
-        let sha256 = if depth == Depth::Sums { sha256(&path)? } else { sum.sha256.clone() };
+        let sha256 = if depth == Depth::Sums { atomic::sha256(&path)? } else { sum.sha256.clone() };
         if sha256 != sum.sha256 {
             let told = |sum: &str| format!("sha256 {}...", sum.chars().take(12).collect::<String>());
             return Err(Error::file(&path, told(&sum.sha256), told(&sha256)));
         }
     }
     Ok(())
-}
-
-fn sha256(path: &Path) -> Result<String> {
-    let failed = |e| Error::io("read", path, e);
-    let mut file = File::open(path).map_err(failed)?;
-    let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 18]);
-    loop {
-        match file.read(&mut buffer).map_err(failed)? {
-            0 => return Ok(atomic::hex(&hash.finalize())),
-            n => hash.update(&buffer[..n]),
-        }
-    }
 }
 
 /// Removes all but the `keep` newest steps that are whole, and what interrupted writers left. The newest whole one always

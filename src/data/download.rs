@@ -3,7 +3,7 @@
 //! Next to `<cache>/downloads/<set>/<file>` lie `<file>.sha256` (what it is held to), and while it is fetched `<file>.part`
 //! and `<file>.part.json`. Nothing gets its name before it is whole and checked.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};
@@ -12,7 +12,6 @@ use reqwest::StatusCode;
 use reqwest::blocking::{Client, Response};
 use reqwest::header::{CONTENT_LENGTH, CONTENT_RANGE, CONTENT_TYPE, ETAG, IF_RANGE, LAST_MODIFIED, RANGE};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use super::card::{Card, Remote};
 use super::place::{Claim, Place};
@@ -67,7 +66,7 @@ pub fn fetch(
     patience: Patience,
     progress: &mut dyn Progress,
 ) -> Result<PathBuf> {
-    let path = place.path().join("downloads").join(&card.name).join(&remote.name);
+    let path = path_of(card, remote, place);
     if is_checked(&path, remote)? {
         return Ok(path);
     }
@@ -101,9 +100,14 @@ pub fn fetch(
     )))
 }
 
+/// Where a card's file is kept.
+fn path_of(card: &Card, remote: &Remote, place: &Place) -> PathBuf {
+    place.path().join("downloads").join(&card.name).join(&remote.name)
+}
+
 /// Whether a file is fetched, without looking into it.
 pub fn is_fetched(card: &Card, remote: &Remote, place: &Place) -> bool {
-    let path = place.path().join("downloads").join(&card.name).join(&remote.name);
+    let path = path_of(card, remote, place);
     path.is_file() && record(&path).is_some()
 }
 
@@ -158,7 +162,7 @@ fn is_checked(path: &Path, remote: &Remote) -> Result<bool> {
     if record.as_ref().is_some_and(|r| (r.bytes, r.changed) == (data.len(), changed)) {
         return Ok(true);
     }
-    let sha256 = hash(path)?;
+    let sha256 = atomic::sha256(path)?;
     let held_to = remote.sha256.as_ref().or(record.as_ref().map(|r| &r.sha256));
     if let Some(expected) = held_to.filter(|expected| !expected.eq_ignore_ascii_case(&sha256)) {
         return Err(Error::file(path, format!("sha256 {expected}"), sha256).with_hint("remove it; it is fetched again"));
@@ -174,18 +178,6 @@ fn modified(data: &std::fs::Metadata) -> u64 {
 
 fn keep(path: &Path, checked: Checked) -> Result<()> {
     atomic::write(&beside(path, ".sha256"), serde_json::to_vec(&checked).expect("plain values"))
-}
-
-fn hash(path: &Path) -> Result<String> {
-    let unreadable = |e| Error::io("read", path, e);
-    let mut file = File::open(path).map_err(unreadable)?;
-    let (mut hash, mut block) = (Sha256::new(), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut block).map_err(unreadable)? {
-            0 => return Ok(atomic::hex(&hash.finalize())),
-            n => hash.update(&block[..n]),
-        }
-    }
 }
 
 struct Transfer<'a> {
@@ -353,7 +345,7 @@ impl Transfer<'_> {
             self.forget()?;
             return Err(Failure::Mirror(format!("a file of {} bytes, not {expected}", data.len())));
         }
-        let sha256 = hash(&part)?;
+        let sha256 = atomic::sha256(&part)?;
         let first = record(self.path).map(|r| r.sha256);
         if let Some(expected) = self.remote.sha256.as_ref().filter(|e| !e.eq_ignore_ascii_case(&sha256)) {
             self.forget()?;

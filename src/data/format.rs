@@ -27,7 +27,7 @@ pub trait Documents {
 }
 
 /// What is counted over all files and told once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub enum Note {
     /// Bytes that are not UTF-8 and were replaced.
     Replaced,

@@ -63,13 +63,10 @@ struct Info {
     documents: u64,
     /// Files that were read whole.
     files: usize,
-    /// By the number of the `Note`.
-    notes: [u64; 4],
+    notes: Notes,
 }
 
 const INFO: &str = "info.json";
-
-const NOTES: [Note; 4] = [Note::Replaced, Note::Lacking, Note::Duplicates, Note::Skipped];
 
 /// Collects documents.
 pub struct Store<'a> {
@@ -157,7 +154,7 @@ impl<'a> Store<'a> {
         if ends.last().copied().unwrap_or(0) != info.bytes {
             return Ok(None);
         }
-        Ok(Some((Text::new(text, ends), notes_of(&info))))
+        Ok(Some((Text::new(text, ends), info.notes)))
     }
 
     /// Opens what was written up to the last whole file of the input, and cuts off what came after.
@@ -168,26 +165,20 @@ impl<'a> Store<'a> {
         spilled.cut(info.bytes, info.documents)?;
         self.spilled = Some(spilled);
         (self.len, self.start) = (info.bytes, info.bytes);
-        self.notes = notes_of(&info);
+        self.notes = info.notes;
         Ok(info.files)
     }
 
     /// `files` of the input are whole: if the text is on the disk, that is written down for the next time.
     pub fn file_is_whole(&mut self, files: usize) -> Result<()> {
-        let notes = self.note_counts();
         let Some(spilled) = &mut self.spilled else { return Ok(()) };
         spilled.flush()?;
-        let info = Info { bytes: self.len, documents: spilled.documents, files, notes };
+        let info = Info { bytes: self.len, documents: spilled.documents, files, notes: self.notes.clone() };
         atomic::write(&spilled.folder.join(INFO), info_json(&info))
-    }
-
-    fn note_counts(&self) -> [u64; 4] {
-        NOTES.map(|note| self.notes.get(&note).copied().unwrap_or(0))
     }
 
     /// The text, in memory or under its name in the cache.
     pub fn finish(mut self) -> Result<(Text, Notes)> {
-        let notes = self.note_counts();
         let Some(mut spilled) = self.spilled.take() else {
             return Ok((Text::new(self.memory.0, self.memory.1), self.notes));
         };
@@ -195,7 +186,7 @@ impl<'a> Store<'a> {
         for file in [spilled.text.get_ref(), spilled.ends.get_ref()] {
             file.sync_all().map_err(|e| Error::io("write", &spilled.folder, e))?;
         }
-        let info = Info { bytes: self.len, documents: spilled.documents, files: 0, notes };
+        let info = Info { bytes: self.len, documents: spilled.documents, files: 0, notes: self.notes.clone() };
         atomic::write(&spilled.folder.join(INFO), info_json(&info))?;
         let folder = self.folder();
         atomic::remove(&folder)?;
@@ -324,10 +315,6 @@ fn read_info(folder: &Path) -> Option<Info> {
 
 fn info_json(info: &Info) -> Vec<u8> {
     serde_json::to_vec(info).expect("plain numbers")
-}
-
-fn notes_of(info: &Info) -> Notes {
-    NOTES.into_iter().zip(info.notes).filter(|(_, count)| *count > 0).collect()
 }
 
 #[cfg(test)]

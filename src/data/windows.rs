@@ -132,12 +132,12 @@ impl Order {
     }
 
     fn cut(&self, start: usize) -> Window {
-        let mut end = (start + self.context + 1).min(self.tokens.len());
+        let end = (start + self.context + 1).min(self.tokens.len());
         let mut ids = self.tokens.slice(start..end);
         if self.pack == Pack::Off && self.tokens.has_documents() {
-            let border = ids[1..].iter().position(|id| *id == self.tokens.end_of_text()).map_or(ids.len(), |at| at + 2);
-            end = start + border.min(ids.len());
-            ids.truncate(end - start);
+            // The next document's end-of-text is the last target of this one.
+            let next = ids[1..].iter().position(|id| *id == self.tokens.end_of_text());
+            ids.truncate(next.map_or(ids.len(), |at| at + 2));
         }
         let starts = (self.pack == Pack::Within).then(|| self.document_starts(&ids));
         let mut window = Window { inputs: ids[..ids.len() - 1].to_vec(), targets: ids[1..].to_vec(), starts, bytes: 0 };

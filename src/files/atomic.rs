@@ -4,7 +4,7 @@
 //! What must stay true: nothing gets its final name before its bytes are on the disk, and the folder is synced after.
 
 use std::fs::File;
-use std::io::{BufWriter, ErrorKind, Write};
+use std::io::{BufWriter, ErrorKind, Read, Write};
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
@@ -82,6 +82,26 @@ pub fn create(path: &Path, content: impl Fill) -> Result<Written> {
     let Sink { mut file, hash, bytes, .. } = sink;
     file.flush().and_then(|()| file.get_ref().sync_all()).map_err(|e| Error::io("write", path, e))?;
     Ok(Written { bytes, sha256: hex(&hash.finalize()) })
+}
+
+/// The sha256 of a file, hexadecimal.
+pub fn sha256(path: &Path) -> Result<String> {
+    let mut hash = Sha256::new();
+    hash_file(path, &mut hash)?;
+    Ok(hex(&hash.finalize()))
+}
+
+/// Adds the content of a file to a hash.
+pub fn hash_file(path: &Path, hash: &mut Sha256) -> Result<()> {
+    let unreadable = |e| Error::io("read", path, e);
+    let mut file = File::open(path).map_err(unreadable)?;
+    let mut block = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut block).map_err(unreadable)? {
+            0 => return Ok(()),
+            n => hash.update(&block[..n]),
+        }
+    }
 }
 
 /// Bytes as lower-case hexadecimal.

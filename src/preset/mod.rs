@@ -181,8 +181,13 @@ impl Preset {
             let hint = nearest(name, names).unwrap_or_else(|| format!("one of: {}; or a .toml file", names.join(", ")));
             return Err(Error::usage(format!("unknown preset `{name}`")).with_hint(hint));
         }
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
-        Self::parse(&text, &path)
+        Self::open(&path)
+    }
+
+    /// The preset in a file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+        Self::parse(&text, path)
     }
 
     /// The model's config for a vocabulary.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::plan;
 use super::report::{Event, Interrupt, Preparing, Report};
+use super::run_folder::PRESET;
 use super::sample::{CacheSettings, WeightType};
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::{self, progress::Told, tokens::Tokens, windows};
@@ -141,12 +142,9 @@ fn evaluate_engine(
 
 /// The data of the checkpoint's own run, or the text that was named, cut as the run cut it.
 fn request(config: &EvalConfig, place: &Path) -> Result<data::Request> {
-    let near = [place.join("preset.toml"), place.join("../preset.toml")];
+    let near = [place.join(PRESET), place.join("..").join(PRESET)];
     let preset = match near.iter().find(|p| p.is_file()) {
-        Some(path) => {
-            let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
-            Preset::parse(&text, path)?
-        }
+        Some(path) => Preset::open(path)?,
         None if config.data.is_some() => Preset::load("tiny")?,
         None => {
             return Err(Error::usage(format!("{} does not say what it was trained on", place.display()))
@@ -165,9 +163,7 @@ fn request(config: &EvalConfig, place: &Path) -> Result<data::Request> {
 /// Passages of the held-out text of a run, of so many bytes: the beginnings of documents, or from all over a plain text. Fewer
 /// where there is not that much.
 pub fn held_out_prompts(run: &Path, offline: bool, (count, bytes): (usize, usize)) -> Result<Vec<String>> {
-    let path = run.join("preset.toml");
-    let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
-    let request = plan::request(&Preset::parse(&text, &path)?, offline)?;
+    let request = plan::request(&Preset::open(&run.join(PRESET))?, offline)?;
     let tokenizer = Tokenizer::bytes();
     let corpus = data::open(&request, &tokenizer, &mut Told::default())?;
     let tokens = &corpus.sources[0].validation;

@@ -11,6 +11,7 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::OnceLock;
 
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
@@ -201,7 +202,7 @@ impl Tokenizer {
             Kind::Bytes => END_OF_TEXT.to_owned(),
             Kind::Json(json) => json.inner.id_to_token(self.end_of_text).unwrap_or_default(),
         };
-        let config = serde_json::json!({
+        let config = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": end,
             "bos_token": end,
@@ -344,7 +345,7 @@ fn read_text(path: &Path) -> Result<String> {
 fn end_of_text(inner: &tokenizers::Tokenizer, path: &Path) -> Result<u32> {
     let beside = path.with_file_name("tokenizer_config.json");
     if beside.exists() {
-        let config: serde_json::Value =
+        let config: Value =
             serde_json::from_str(&read_text(&beside)?).map_err(|e| Error::file(&beside, "JSON text", e.to_string()))?;
         let eos = &config["eos_token"];
         if let Some(said) = eos.as_str().or_else(|| eos["content"].as_str()) {
@@ -361,29 +362,42 @@ fn end_of_text(inner: &tokenizers::Tokenizer, path: &Path) -> Result<u32> {
     })
 }
 
+/// The tokenizer.json of bytes: its text says that a folder's tokenizer is this one.
 fn bytes_json() -> String {
-    let alphabet = byte_level_alphabet();
-    let vocab: serde_json::Map<String, serde_json::Value> =
-        alphabet.iter().enumerate().map(|(byte, letter)| (letter.to_string(), byte.into())).collect();
-    let byte_level = serde_json::json!({
-        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false
-    });
-    let json = serde_json::json!({
+    let alphabet = byte_level_alphabet().into_iter().enumerate();
+    let vocab = alphabet.map(|(byte, letter)| (letter.to_string(), byte.into())).collect();
+    tokenizer_json(vocab, Value::Array(Vec::new()), 256, false, (byte_level_part(false), byte_level_part(false)))
+}
+
+/// The part of a tokenizer.json that spells bytes as letters, and may split by GPT-2's pattern.
+fn byte_level_part(splits: bool) -> Value {
+    json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": splits})
+}
+
+/// The text of a BPE's tokenizer.json: its vocabulary in the order of its ids, the end of text, pre-tokenizer and decoder.
+fn tokenizer_json(
+    vocab: Map<String, Value>,
+    merges: Value,
+    end_of_text: u64,
+    byte_fallback: bool,
+    (pre_tokenizer, decoder): (Value, Value),
+) -> String {
+    let json = json!({
         "version": "1.0",
         "truncation": null,
         "padding": null,
         "added_tokens": [{
-            "id": 256, "content": END_OF_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
+            "id": end_of_text, "content": END_OF_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true
         }],
         "normalizer": null,
-        "pre_tokenizer": byte_level.clone(),
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": null,
-        "decoder": byte_level,
+        "decoder": decoder,
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
-            "vocab": vocab, "merges": []
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": byte_fallback, "ignore_merges": false,
+            "vocab": vocab, "merges": merges
         }
     });
     serde_json::to_string_pretty(&json).expect("a map of plain values") + "\n"

@@ -4,7 +4,7 @@
 //! The result depends on the text alone, not on threads or hashing: words are counted, and counts add up in any order; of
 //! pairs equally frequent the trainer takes the one of the lowest ids.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 use ahash::AHashMap;
@@ -16,7 +16,7 @@ use tokenizers::AddedToken;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 
 use super::words::GPT2;
-use super::{END_OF_TEXT, Tokenizer, byte_level_alphabet};
+use super::{END_OF_TEXT, Tokenizer, byte_level_alphabet, byte_level_part, tokenizer_json};
 use crate::error::{Error, Result};
 
 /// Text that is counted: pairs are counted in 32 bits by the trainer, and no vocabulary gets better from more.
@@ -48,10 +48,6 @@ impl Words {
             self.0.retain(|_, n| *n >= least);
             least *= 2;
         }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
     }
 }
 
@@ -96,58 +92,35 @@ pub fn byte_pairs(words: &Words, vocab_size: usize) -> Result<Tokenizer> {
     let words = words.0.iter().map(|(word, n)| (spell(word), *n)).collect();
     trainer.do_train(&words, &mut model).map_err(|e| Error::failed(format!("training the tokenizer: {e}")))?;
     let model = serde_json::to_value(&model).map_err(|e| Error::failed(format!("writing the tokenizer: {e}")))?;
-    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
-    assemble(model["vocab"].clone(), model["merges"].clone(), false, byte_level.clone(), byte_level)
+    let vocab = model["vocab"].as_object().into_iter().flatten();
+    let vocab = vocab.map(|(token, id)| (token.clone(), id.as_u64().unwrap_or_default())).collect();
+    assemble(vocab, model["merges"].clone(), false, (byte_level_part(true), byte_level_part(true)))
 }
 
-/// A token for each of these characters, and 256 for the bytes of all others: the end of text, the bytes `<0x00>` to `<0xFF>`, then the characters in their order.
+/// A token for each of these characters, and 256 for the bytes of all others: the end of text, the bytes `<0x00>` to `<0xFF>`,
+/// then the characters in their order.
 pub fn characters(known: &BTreeSet<char>) -> Result<Tokenizer> {
     let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
     let names = std::iter::once(END_OF_TEXT.to_owned()).chain(bytes).chain(known.iter().map(char::to_string));
-    let vocab: BTreeMap<String, usize> = names.enumerate().map(|(id, name)| (name, id)).collect();
+    let vocab = names.zip(0..).collect();
     // Lines are words, so that no text is one word.
     let lines = json!({
         "type": "Split", "pattern": {"String": "\n"}, "behavior": "MergedWithPrevious", "invert": false
     });
     let decoder = json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]});
-    assemble(json!(vocab), json!([]), true, lines, decoder)
+    assemble(vocab, json!([]), true, (lines, decoder))
 }
 
-/// A tokenizer from the parts of its tokenizer.json. The vocabulary is written in the order of its ids.
+/// A tokenizer of this vocabulary, which has the end of text, in any order.
 fn assemble(
-    vocab: Value,
+    mut vocab: Vec<(String, u64)>,
     merges: Value,
     byte_fallback: bool,
-    pre_tokenizer: Value,
-    decoder: Value,
+    parts: (Value, Value),
 ) -> Result<Tokenizer> {
-    let mut by_id: Vec<(String, u64)> = vocab
-        .as_object()
-        .into_iter()
-        .flatten()
-        .map(|(token, id)| (token.clone(), id.as_u64().unwrap_or_default()))
-        .collect();
-    by_id.sort_by_key(|(_, id)| *id);
-    let vocab: serde_json::Map<String, Value> = by_id.into_iter().map(|(token, id)| (token, id.into())).collect();
-    let end = vocab.get(END_OF_TEXT).cloned().unwrap_or_default();
-    let json = json!({
-        "version": "1.0",
-        "truncation": null,
-        "padding": null,
-        "added_tokens": [{
-            "id": end, "content": END_OF_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
-            "normalized": false, "special": true
-        }],
-        "normalizer": null,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": null,
-        "decoder": decoder,
-        "model": {
-            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": byte_fallback, "ignore_merges": false,
-            "vocab": vocab, "merges": merges
-        }
-    });
-    let text = serde_json::to_string_pretty(&json).expect("a map of plain values") + "\n";
+    vocab.sort_by_key(|(_, id)| *id);
+    let end = vocab.iter().find(|(token, _)| token == END_OF_TEXT).map_or(0, |(_, id)| *id);
+    let vocab = vocab.into_iter().map(|(token, id)| (token, id.into())).collect();
+    let text = tokenizer_json(vocab, merges, end, byte_fallback, parts);
     Tokenizer::parse(text, std::path::Path::new("tokenizer.json"))
 }

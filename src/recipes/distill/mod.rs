@@ -132,8 +132,7 @@ fn with_defaults(train: &TrainConfig, teacher: &Path) -> Result<TrainConfig> {
             .with_hint("name a text with --data"));
     }
     if path.is_file() {
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
-        let preset = Preset::parse(&text, &path)?;
+        let preset = Preset::open(&path)?;
         let keys = crate::preset::keys().into_iter().filter(|key| key.starts_with("data."));
         given.extend(keys.filter_map(|key| preset.get(&key).map(|value| (key, plain(&value)))));
     }
@@ -235,9 +234,7 @@ fn compare(
     interrupt: &Interrupt,
 ) -> Result<()> {
     let (teacher, student) = (summary.teacher.clone(), summary.train.out.clone());
-    let path = student.join(PRESET);
-    let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
-    let data = Preset::parse(&text, &path)?.data;
+    let data = Preset::open(&student.join(PRESET))?.data;
     let config = EvalConfig {
         checkpoint: Some(teacher.clone()),
         data: Some(data.source.clone()),
