@@ -15,6 +15,9 @@ pub enum Purpose {
     Sampling = 5,
     Stories = 6,
     Test = 7,
+    /// Initial values of adapters.
+    Adapter = 8,
+    AdapterDropout = 9,
 }
 
 /// Ten rounds of Philox4x32 on `counter` under `key`. Integer arithmetic only.

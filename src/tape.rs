@@ -26,6 +26,11 @@ impl Var {
     pub fn value(&self) -> &Value {
         &self.value
     }
+
+    /// Whether anything before it is trained.
+    pub fn needs_gradient(&self) -> bool {
+        self.id.is_some()
+    }
 }
 
 type Backward = Box<dyn FnOnce(&mut Ctx, Value, &mut Gradients) -> Result<()>>;

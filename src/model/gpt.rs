@@ -13,12 +13,15 @@ use crate::nn::attention::{Layout, SelfAttention};
 use crate::nn::dropout::Dropout;
 use crate::nn::embedding::Embedding;
 use crate::nn::linear::Linear;
+use crate::nn::lora::{self, Lora, LoraSettings};
 use crate::nn::mlp::Mlp;
 use crate::nn::norm::RmsNorm;
-use crate::nn::parameter::{Parameter, Part, Role};
-use crate::ops::cross_entropy::{self, Output};
+use crate::nn::parameter::{NamedTensor, Parameter, Part, Role, Whole};
+use crate::ops::blocks::Format;
+use crate::ops::cross_entropy::{self, Output, Wanted};
 use crate::ops::ctx::{Ctx, Value};
-use crate::ops::{gemm::Store, heads::Heads, rotary};
+use crate::ops::gemm::Store;
+use crate::ops::{heads::Heads, rotary, storage};
 use crate::random::{Purpose, Stream};
 use crate::tape::{Tape, Var};
 
@@ -32,8 +35,18 @@ pub struct Batch {
     pub window: u64,
 }
 
-/// What is made of the last hidden states (N, C) under the head (V, C), whose gradient goes to a slot if one is given.
-pub type HeadLoss<'a> = dyn FnMut(&mut Ctx, &Tensor, &Tensor, Option<(&Tensor, Store)>) -> Result<Output> + 'a;
+/// What is made of the last hidden states (N, C) under the head (V, C), and the gradients that are wanted of it.
+pub type HeadLoss<'a> = dyn FnMut(&mut Ctx, &Tensor, &Tensor, Wanted) -> Result<Output> + 'a;
+
+/// A model that is adapted: what stays as it is, and what is learned beside it.
+#[derive(Clone, Debug)]
+pub struct Adaptation {
+    /// Blocks for the matrices of the base; f32 if not given.
+    pub base: Option<Format>,
+    pub lora: LoraSettings,
+    /// Of the initial values of the factors.
+    pub seed: u64,
+}
 
 impl Batch {
     /// Sequences of `seq` tokens, each of which sees all before it.
@@ -60,13 +73,13 @@ impl Block {
     /// x (N, C) -> (N, C).
     fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, layout: &Layout, dropout: Dropout) -> Result<Var> {
         let normed = self.input_norm.forward(ctx, tape, x)?;
-        let heads = self.attention.forward(ctx, tape, &normed, layout)?;
+        let heads = self.attention.forward(ctx, tape, &normed, layout, dropout)?;
         let heads = dropout.forward(ctx, tape, heads, 2 * self.index + 1)?;
-        let x = self.attention.out.forward(ctx, tape, &heads, Some(x))?;
+        let x = self.attention.out.forward(ctx, tape, &heads, Some(x), dropout)?;
         let normed = self.post_attention_norm.forward(ctx, tape, &x)?;
-        let gated = self.mlp.forward(ctx, tape, &normed)?;
+        let gated = self.mlp.forward(ctx, tape, &normed, dropout)?;
         let gated = dropout.forward(ctx, tape, gated, 2 * self.index + 2)?;
-        self.mlp.down.forward(ctx, tape, &gated, Some(&x))
+        self.mlp.down.forward(ctx, tape, &gated, Some(&x), dropout)
     }
 }
 
@@ -79,7 +92,9 @@ pub struct Gpt {
     blocks: Vec<Arc<Block>>,
     norm: RmsNorm,
     head: Arc<Parameter>,
+    head_lora: Option<Arc<Lora>>,
     parameters: Vec<Arc<Parameter>>,
+    adaptation: Option<Adaptation>,
 }
 
 /// Where a model's initial weights come from: each row range by name and shape (rows, columns), or (length).
@@ -97,10 +112,20 @@ impl Gpt {
         })
     }
 
-    /// A model whose weights `source` gives, asked for under Hugging Face's names.
+    /// A model whose weights `source` gives, asked for under Hugging Face's names; all are trained.
     pub fn build(config: &GptConfig, source: &mut Source) -> Result<Self> {
+        Self::build_as(config, None, source)
+    }
+
+    /// The same, frozen, with adapters that are trained.
+    pub fn adapted(config: &GptConfig, adaptation: &Adaptation, source: &mut Source) -> Result<Self> {
+        adaptation.lora.validate()?;
+        Self::build_as(config, Some(adaptation), source)
+    }
+
+    fn build_as(config: &GptConfig, adaptation: Option<&Adaptation>, source: &mut Source) -> Result<Self> {
         config.validate()?;
-        let mut made = Builder { source, parameters: Vec::new() };
+        let mut made = Builder { source, parameters: Vec::new(), adaptation, sites: 0 };
         let c = config.hidden_size;
         let table = Arc::new(rotary::Table::new(config.max_position_embeddings, config.head_dim, config.rope_theta)?);
         let embedding = made.matrix(Role::Table, &[("model.embed_tokens.weight", config.vocab_size)], c)?;
@@ -113,19 +138,61 @@ impl Gpt {
             true => Arc::clone(&embedding),
             false => made.matrix(Role::Table, &[("lm_head.weight", config.vocab_size)], c)?,
         };
+        // A tied head is corrected as a head; the table stays.
+        let head_part = [Part { name: "lm_head.weight".into(), rows: 0..config.vocab_size }];
+        let head_lora = made.lora(&head_part, c);
         let parameters = made.parameters;
         let embedding = Embedding { weight: embedding };
-        Ok(Self { config: config.clone(), recompute: false, embedding, blocks, norm, head, parameters })
+        let (config, adaptation) = (config.clone(), adaptation.cloned());
+        Ok(Self { config, recompute: false, embedding, blocks, norm, head, head_lora, parameters, adaptation })
     }
 
-    /// The head (V, C).
-    pub fn head(&self) -> &Tensor {
-        self.head.master()
+    /// The head (V, C) as it works: with its correction, if it has one.
+    pub fn head(&self, ctx: &Ctx) -> Result<Whole<'_>> {
+        let whole = self.head.whole(ctx);
+        let Some(lora) = &self.head_lora else { return Ok(whole) };
+        let mut weight = ctx.vec(whole.elem_count());
+        weight.copy_from_slice(&storage::read::<f32>("head", &whole)?);
+        lora.add_to(&mut weight)?;
+        Ok(Whole::Made(ctx.value(weight, whole.shape())))
     }
 
-    /// All trainable weights in a fixed order, a tied one once.
+    /// All weights in a fixed order, a tied one once.
     pub fn parameters(&self) -> &[Arc<Parameter>] {
         &self.parameters
+    }
+
+    /// Those that are trained: all, or the adapters'.
+    pub fn trainable(&self) -> impl Iterator<Item = &Arc<Parameter>> + Clone {
+        self.parameters.iter().filter(|p| p.is_trainable())
+    }
+
+    /// What is learned beside a frozen base, if this is a model with adapters.
+    pub fn adaptation(&self) -> Option<&Adaptation> {
+        self.adaptation.as_ref()
+    }
+
+    /// The weights by name; of a model with adapters those of the adapters.
+    pub fn tensors(&self) -> Result<Vec<NamedTensor>> {
+        let mut tensors = Vec::new();
+        for parameter in self.trainable() {
+            tensors.extend(parameter.split(parameter.master())?);
+        }
+        Ok(tensors)
+    }
+
+    /// Name and shape of every tensor of an adapter, in the order of the parameters.
+    pub fn adapter_shapes(config: &GptConfig, settings: &LoraSettings) -> Vec<(String, Vec<usize>)> {
+        let mut weights = Self::tensor_shapes(config);
+        if config.tie_word_embeddings {
+            weights.push(("lm_head.weight".to_owned(), vec![config.vocab_size, config.hidden_size]));
+        }
+        weights.retain(|(name, _)| settings.corrects(name));
+        let factors = |(name, shape): (String, Vec<usize>)| {
+            let [a, b] = lora::names(&name);
+            [(a, vec![settings.rank, shape[1]]), (b, vec![shape[0], settings.rank])]
+        };
+        weights.into_iter().flat_map(factors).collect()
     }
 
     /// Name and shape of every tensor of a model of `config`, in the order of the parameters.
@@ -185,8 +252,8 @@ impl Gpt {
     /// Forward and backward of one micro-batch: adds to the gradient slots and returns the loss (1), the sum over valid
     /// targets of -ln p times `scale`.
     pub fn accumulate(&self, ctx: &mut Ctx, batch: &Batch, scale: f32, dropout: Dropout) -> Result<Value> {
-        self.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, dw| {
-            cross_entropy::forward(ctx, x, w, &batch.targets, scale, dw)
+        self.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, wanted| {
+            cross_entropy::forward(ctx, x, w, &batch.targets, scale, wanted)
         })
     }
 
@@ -200,15 +267,31 @@ impl Gpt {
     ) -> Result<Value> {
         let mut tape = Tape::new();
         let hidden = self.hidden(ctx, &mut tape, &batch.inputs, &batch.layout, dropout)?;
-        let mut output = None;
-        self.head.write_gradient(|dw, store| {
-            output = Some(loss(ctx, hidden.value(), self.head.master(), Some((dw, store)))?);
-            Ok(())
-        })?;
-        let output = output.expect("the closure ran, or its error was returned");
-        let dx = output.dx.expect("asked for by passing the head's slot");
+        let output = self.head_loss(ctx, hidden.value(), loss)?;
+        let dx = output.dx.expect("it was asked for");
         tape.run(ctx, &hidden, dx)?;
         Ok(output.loss)
+    }
+
+    /// The loss with the gradient of x, and that of the head or of its correction into their slots.
+    fn head_loss(&self, ctx: &mut Ctx, x: &Tensor, loss: &mut HeadLoss) -> Result<Output> {
+        let head = self.head(ctx)?;
+        if let Some(lora) = &self.head_lora {
+            let whole = ctx.vec::<f32>(head.elem_count());
+            let whole = ctx.value(whole, head.shape());
+            let output = loss(ctx, x, &head, Wanted::InputAndHead(&whole, Store::Set))?;
+            lora.backward_merged(ctx, &whole)?;
+            return Ok(output);
+        }
+        if !self.head.is_trainable() {
+            return loss(ctx, x, &head, Wanted::Input);
+        }
+        let mut output = None;
+        self.head.write_gradient(|dw, store| {
+            output = Some(loss(ctx, x, &head, Wanted::InputAndHead(dw, store))?);
+            Ok(())
+        })?;
+        Ok(output.expect("the closure ran, or its error was returned"))
     }
 
     /// What the head reads, (N, C), without dropout. Records nothing.
@@ -219,7 +302,8 @@ impl Gpt {
     /// -ln p of every target, (N); 0 where ignored. Records nothing.
     pub fn nll(&self, ctx: &mut Ctx, batch: &Batch) -> Result<Value> {
         let hidden = self.states(ctx, batch)?;
-        Ok(cross_entropy::forward(ctx, hidden.value(), self.head.master(), &batch.targets, 1.0, None)?.nll)
+        let head = self.head(ctx)?;
+        Ok(cross_entropy::forward(ctx, hidden.value(), &head, &batch.targets, 1.0, Wanted::None)?.nll)
     }
 }
 
@@ -239,6 +323,9 @@ fn initial_std(name: &str, shape: &[usize], layers: usize) -> Option<f32> {
 struct Builder<'a, 'b> {
     source: &'a mut Source<'b>,
     parameters: Vec<Arc<Parameter>>,
+    adaptation: Option<&'a Adaptation>,
+    /// Layers that can have adapters, so far.
+    sites: u64,
 }
 
 impl Builder<'_, '_> {
@@ -250,13 +337,35 @@ impl Builder<'_, '_> {
             parts.push(Part { name: (*name).to_owned(), rows: row..row + rows });
             row += rows;
         }
-        Ok(self.keep(Parameter::new(role, parts, &[row, columns], data)))
+        let shape = [row, columns];
+        Ok(self.keep(match self.adaptation {
+            None => Parameter::new(role, parts, &shape, data),
+            Some(adaptation) => Parameter::frozen(role, parts, &shape, data, adaptation.base)?,
+        }))
+    }
+
+    /// A layer of row ranges (name, rows), with the correction that its adaptation asks for.
+    fn linear(&mut self, ranges: &[(&str, usize)], columns: usize) -> Result<Linear> {
+        let weight = self.matrix(Role::Matrix, ranges, columns)?;
+        let lora = self.lora(&weight.parts, columns);
+        Ok(Linear { weight, lora })
+    }
+
+    fn lora(&mut self, parts: &[Part], columns: usize) -> Option<Arc<Lora>> {
+        let adaptation = self.adaptation?;
+        self.sites += 1;
+        let lora = Arc::new(Lora::new(&adaptation.lora, parts, columns, (adaptation.seed, self.sites))?);
+        self.parameters.extend([Arc::clone(&lora.a), Arc::clone(&lora.b)]);
+        Some(lora)
     }
 
     fn gain(&mut self, name: &str, len: usize) -> Result<Arc<Parameter>> {
         let data = (self.source)(name, &[len])?;
         let parts = vec![Part { name: name.to_owned(), rows: 0..len }];
-        Ok(self.keep(Parameter::new(Role::Gain, parts, &[len], data)))
+        Ok(self.keep(match self.adaptation {
+            None => Parameter::new(Role::Gain, parts, &[len], data),
+            Some(_) => Parameter::frozen(Role::Gain, parts, &[len], data, None)?,
+        }))
     }
 
     fn keep(&mut self, parameter: Parameter) -> Arc<Parameter> {
@@ -272,21 +381,21 @@ impl Builder<'_, '_> {
         let (q, kv) = (config.attention_size(), config.num_key_value_heads * d);
         let input_norm = RmsNorm { weight: self.gain(&name("input_layernorm"), c)?, eps };
         let [q_name, k_name, v_name] = ["q", "k", "v"].map(|p| name(&format!("self_attn.{p}_proj")));
-        let qkv = self.matrix(Role::Matrix, &[(&q_name, q), (&k_name, kv), (&v_name, kv)], c)?;
+        let qkv = self.linear(&[(&q_name, q), (&k_name, kv), (&v_name, kv)], c)?;
         let norms = match config.qk_norm() {
             true => Some([self.gain(&name("self_attn.q_norm"), d)?, self.gain(&name("self_attn.k_norm"), d)?]),
             false => None,
         };
-        let out = self.matrix(Role::Matrix, &[(&name("self_attn.o_proj"), c)], q)?;
+        let out = self.linear(&[(&name("self_attn.o_proj"), c)], q)?;
         let post_attention_norm = RmsNorm { weight: self.gain(&name("post_attention_layernorm"), c)?, eps };
-        let gate_up = self.matrix(Role::Matrix, &[(&name("mlp.gate_proj"), f), (&name("mlp.up_proj"), f)], c)?;
-        let down = self.matrix(Role::Matrix, &[(&name("mlp.down_proj"), c)], f)?;
+        let gate_up = self.linear(&[(&name("mlp.gate_proj"), f), (&name("mlp.up_proj"), f)], c)?;
+        let down = self.linear(&[(&name("mlp.down_proj"), c)], f)?;
         Ok(Block {
             index: index as u64,
             input_norm,
             attention: SelfAttention {
-                qkv: Linear { weight: qkv },
-                out: Linear { weight: out },
+                qkv,
+                out,
                 norms,
                 eps,
                 heads,
@@ -294,7 +403,7 @@ impl Builder<'_, '_> {
                 table: Arc::clone(table),
             },
             post_attention_norm,
-            mlp: Mlp { gate_up: Linear { weight: gate_up }, down: Linear { weight: down } },
+            mlp: Mlp { gate_up, down },
         })
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::nn::{linear::Linear, parameter::Parameter};
+use crate::nn::{dropout::Dropout, linear::Linear, parameter::Parameter};
 use crate::ops::{attention, ctx::Ctx, heads::Heads, rotary};
 use crate::tape::{Tape, Var};
 
@@ -37,8 +37,8 @@ pub struct SelfAttention {
 
 impl SelfAttention {
     /// x (N, C) -> the concatenated heads (N, H D), before the output projection.
-    pub fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, layout: &Layout) -> Result<Var> {
-        let qkv = self.qkv.forward(ctx, tape, x, None)?;
+    pub fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, x: &Var, layout: &Layout, dropout: Dropout) -> Result<Var> {
+        let qkv = self.qkv.forward(ctx, tape, x, None, dropout)?;
         let rotated = self.rotate(ctx, tape, &qkv, layout.seq)?;
         self.attend(ctx, tape, &rotated, layout)
     }
@@ -52,12 +52,12 @@ impl SelfAttention {
             let norm_views = borrow(&norms, eps);
             let saved = rotary::Saved { qkv: qkv.value(), rstd: &rstd, norms: norm_views, table: &table, heads, seq };
             gradients.write(ctx, &qkv, |ctx, dqkv, store| match &norms {
-                None => rotary::backward(ctx, saved, &dy, (dqkv, store), None),
-                Some([query, key]) => query.write_gradient(|dq, q_store| {
+                Some([query, key]) if query.is_trainable() => query.write_gradient(|dq, q_store| {
                     key.write_gradient(|dk, k_store| {
                         rotary::backward(ctx, saved, &dy, (dqkv, store), Some([(dq, q_store), (dk, k_store)]))
                     })
                 }),
+                _ => rotary::backward(ctx, saved, &dy, (dqkv, store), None),
             })
         }))
     }

@@ -15,7 +15,10 @@ pub struct Embedding {
 impl Embedding {
     /// N token ids -> (N, C).
     pub fn forward(&self, ctx: &mut Ctx, tape: &mut Tape, ids: &[u32]) -> Result<Var> {
-        let y = embedding::forward(ctx, self.weight.master(), ids)?;
+        let y = embedding::forward(ctx, self.weight.matrix(), ids)?;
+        if !self.weight.is_trainable() {
+            return Ok(Var::constant(y));
+        }
         let (weight, ids) = (Arc::clone(&self.weight), ids.to_vec());
         Ok(tape.record(y, move |ctx, dy, _| {
             weight.write_gradient(|dw, store| embedding::backward(ctx, &ids, &dy, (dw, store)))

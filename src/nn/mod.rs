@@ -4,6 +4,7 @@ pub mod cache;
 pub mod dropout;
 pub mod embedding;
 pub mod linear;
+pub mod lora;
 pub mod mlp;
 pub mod norm;
 pub mod parameter;

@@ -1,15 +1,19 @@
-//! A trainable weight: its f32 master, its gradient slot, and the names of its row ranges.
+//! A weight: its numbers, the names of its row ranges and, if it is trained, its gradient slot.
 //!
 //! q/k/v and gate/up are one buffer each with named row ranges ("parts"): the products run on the whole buffer, while
 //! checkpoints and Muon act on the parts, under Hugging Face's names. The slot persists over steps; the first write
-//! of a step overwrites it, later ones add, so nothing is zeroed between.
+//! of a step overwrites it, later ones add, so nothing is zeroed between. A frozen weight has no slot and keeps no panels:
+//! it takes no more memory than its numbers, which may be in blocks.
 
+use std::ops::Deref;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use candle_core::Tensor;
 
 use crate::error::Result;
+use crate::ops::blocks::{BlockMatrix, Format};
+use crate::ops::ctx::{Ctx, Value};
 use crate::ops::linear::{Panels, Weight};
 use crate::ops::{gemm::Store, storage};
 
@@ -40,11 +44,35 @@ pub enum Role {
 }
 
 #[derive(Debug)]
+enum Numbers {
+    Dense(Tensor),
+    Blocks(BlockMatrix),
+}
+
+/// A whole weight in f32: its own, or made of its blocks for the time being.
+pub enum Whole<'a> {
+    Own(&'a Tensor),
+    Made(Value),
+}
+
+impl Deref for Whole<'_> {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        match self {
+            Whole::Own(tensor) => tensor,
+            Whole::Made(value) => value,
+        }
+    }
+}
+
+#[derive(Debug)]
 pub struct Parameter {
     pub role: Role,
     /// At least one; together they cover the rows in order.
     pub parts: Vec<Part>,
-    master: Tensor,
+    numbers: Numbers,
+    trainable: bool,
     gradient: OnceLock<Tensor>,
     written: AtomicBool,
     version: AtomicU64,
@@ -52,12 +80,32 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// A parameter of `shape` (rows, columns) or (length) with that initial content.
+    /// A trained parameter of `shape` (rows, columns) or (length) with that initial content.
     pub fn new(role: Role, parts: Vec<Part>, shape: &[usize], init: Vec<f32>) -> Self {
+        Self::with(role, parts, Numbers::Dense(storage::tensor(init, shape)), true)
+    }
+
+    /// A parameter that is not trained; a matrix with a format is kept in its blocks.
+    pub fn frozen(
+        role: Role,
+        parts: Vec<Part>,
+        shape: &[usize],
+        init: Vec<f32>,
+        format: Option<Format>,
+    ) -> Result<Self> {
+        let numbers = match (format, shape) {
+            (Some(format), [_, columns]) => Numbers::Blocks(BlockMatrix::quantize(format, &init, *columns)?),
+            _ => Numbers::Dense(storage::tensor(init, shape)),
+        };
+        Ok(Self::with(role, parts, numbers, false))
+    }
+
+    fn with(role: Role, parts: Vec<Part>, numbers: Numbers, trainable: bool) -> Self {
         Self {
             role,
             parts,
-            master: storage::tensor(init, shape),
+            numbers,
+            trainable,
             gradient: OnceLock::new(),
             written: AtomicBool::new(false),
             version: AtomicU64::new(0),
@@ -70,19 +118,73 @@ impl Parameter {
         self.parts.iter().map(|p| p.name.as_str()).collect::<Vec<_>>().join("+")
     }
 
-    /// The f32 master weight.
-    pub fn master(&self) -> &Tensor {
-        &self.master
+    pub fn is_trainable(&self) -> bool {
+        self.trainable
     }
 
-    /// The master as the matrix of a linear layer.
+    /// The f32 master of a weight that is not in blocks, as all but frozen matrices are.
+    pub fn master(&self) -> &Tensor {
+        match &self.numbers {
+            Numbers::Dense(tensor) => tensor,
+            Numbers::Blocks(_) => unreachable!("a matrix in blocks is read as `matrix` or `whole`"),
+        }
+    }
+
+    /// The weight as the matrix of a linear layer or a table.
     pub fn matrix(&self) -> Weight<'_> {
-        Weight { tensor: &self.master, version: self.version(), panels: &self.panels }
+        match &self.numbers {
+            Numbers::Dense(tensor) => {
+                Weight::Dense { tensor, kept: self.trainable.then(|| (&self.panels, self.version())) }
+            }
+            Numbers::Blocks(blocks) => Weight::Blocks(blocks),
+        }
+    }
+
+    /// The weight in f32.
+    pub fn whole(&self, ctx: &Ctx) -> Whole<'_> {
+        match &self.numbers {
+            Numbers::Dense(tensor) => Whole::Own(tensor),
+            Numbers::Blocks(blocks) => {
+                let mut numbers = ctx.vec(blocks.rows() * blocks.columns());
+                blocks.unpack(ctx.family(), &mut numbers);
+                Whole::Made(ctx.value(numbers, (blocks.rows(), blocks.columns())))
+            }
+        }
+    }
+
+    /// The elements of the weight.
+    pub fn elements(&self) -> usize {
+        match &self.numbers {
+            Numbers::Dense(tensor) => tensor.elem_count(),
+            Numbers::Blocks(blocks) => blocks.rows() * blocks.columns(),
+        }
+    }
+
+    /// Memory of the numbers alone.
+    pub fn bytes(&self) -> usize {
+        match &self.numbers {
+            Numbers::Dense(tensor) => 4 * tensor.elem_count(),
+            Numbers::Blocks(blocks) => blocks.as_bytes().len(),
+        }
+    }
+
+    /// Hands the bytes of the numbers to `each`: for a checksum.
+    pub fn visit_bytes(&self, each: &mut dyn FnMut(&[u8])) -> Result<()> {
+        match &self.numbers {
+            Numbers::Blocks(blocks) => each(blocks.as_bytes()),
+            Numbers::Dense(tensor) => {
+                let numbers = storage::read::<f32>("parameter", tensor)?;
+                for chunk in numbers.chunks(1 << 12) {
+                    each(&Vec::from_iter(chunk.iter().flat_map(|x| x.to_le_bytes())));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The gradient slot, made when first asked for; its content counts only if `has_gradient`.
     pub fn gradient(&self) -> &Tensor {
-        self.gradient.get_or_init(|| storage::tensor(vec![0f32; self.master.elem_count()], self.master.shape()))
+        self.gradient.get_or_init(|| storage::tensor(vec![0f32; self.elements()], self.master().shape()))
     }
 
     pub fn has_gradient(&self) -> bool {

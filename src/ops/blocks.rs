@@ -1,10 +1,14 @@
 //! The block formats of quantised weights: 32 weights share a scale, as in GGUF files (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1).
 //!
 //! A weight is `scale * (q - zero)`, or `scale * q + min` where the format has a minimum. Called by `decode::quantized`,
-//! which keeps blocks in panels. The rounding is that of ggml's reference quantisers, so that a weight quantised here has the
+//! which keeps blocks in panels, and, as whole rows, by frozen weights of training. The rounding is that of ggml's reference quantisers, so that a weight quantised here has the
 //! value that llama.cpp would give it.
 
 use half::f16;
+use rayon::prelude::*;
+
+use super::simd::{Family, simd_fn};
+use crate::error::{Error, Result};
 
 /// Weights of a block.
 pub const BLOCK: usize = 32;
@@ -97,6 +101,94 @@ impl Block {
     }
 }
 
+/// A matrix in Q8_0 or Q4_0, row after row, in the bytes that a GGUF file has for it: a scale, then the numbers (of four bits
+/// the first half of a block in the low halves of its bytes).
+#[derive(Debug)]
+pub struct BlockMatrix {
+    format: Format,
+    columns: usize,
+    data: Vec<u8>,
+}
+
+impl BlockMatrix {
+    /// Quantises rows of `columns` numbers. Other formats, and rows that are not whole blocks, are refused.
+    pub fn quantize(format: Format, weights: &[f32], columns: usize) -> Result<Self> {
+        if !matches!(format, Format::Q8_0 | Format::Q4_0) {
+            return Err(Error::op("blocks", "q8_0 or q4_0", format.name()));
+        }
+        if columns == 0 || !columns.is_multiple_of(BLOCK) {
+            let what =
+                format!("{} needs rows of whole blocks of {BLOCK}; a weight has rows of {columns}", format.name());
+            return Err(Error::failed(what).with_hint("keep this model's weights as they are"));
+        }
+        let size = Self::block_bytes(format);
+        let mut data = vec![0; weights.len() / BLOCK * size];
+        let blocks = weights.as_chunks::<BLOCK>().0.par_iter().with_min_len(64);
+        blocks.zip(data.par_chunks_exact_mut(size)).for_each(|(weights, to)| {
+            let Block { scale, q, .. } = format.quantize(weights);
+            let (head, body) = to.split_at_mut(2);
+            head.copy_from_slice(&scale.to_le_bytes());
+            match format {
+                Format::Q8_0 => body.iter_mut().zip(q).for_each(|(to, q)| *to = q.wrapping_sub(128)),
+                _ => (0..BLOCK / 2).for_each(|i| body[i] = q[i] | q[i + BLOCK / 2] << 4),
+            }
+        });
+        Ok(Self { format, columns, data })
+    }
+
+    fn block_bytes(format: Format) -> usize {
+        2 + BLOCK * format.bits() as usize / 8
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.columns / BLOCK * Self::block_bytes(self.format)
+    }
+
+    pub fn rows(&self) -> usize {
+        self.data.len() / self.row_bytes()
+    }
+
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.data
+    }
+
+    /// The numbers of row `i`.
+    pub fn unpack_row(&self, family: Family, i: usize, to: &mut [f32]) {
+        let bytes = self.row_bytes();
+        unpack(family, self.format, &self.data[i * bytes..(i + 1) * bytes], to);
+    }
+
+    /// The numbers of all rows.
+    pub fn unpack(&self, family: Family, to: &mut [f32]) {
+        let rows = to.par_chunks_exact_mut(self.columns).with_min_len((1 << 12) / self.columns + 1).enumerate();
+        rows.for_each(|(i, to)| self.unpack_row(family, i, to));
+    }
+}
+
+simd_fn! {
+fn unpack<S>(format: Format, row: &[u8], to: &mut [f32]) {
+    let blocks = to.as_chunks_mut::<BLOCK>().0;
+    for (bytes, to) in row.chunks_exact(BlockMatrix::block_bytes(format)).zip(blocks) {
+        let scale = f16::from_le_bytes([bytes[0], bytes[1]]).to_f32();
+        let body = &bytes[2..];
+        if format == Format::Q8_0 {
+            for i in 0..BLOCK {
+                to[i] = scale * f32::from(body[i] as i8);
+            }
+        } else {
+            for i in 0..BLOCK / 2 {
+                to[i] = scale * (i32::from(body[i] & 15) - 8) as f32;
+                to[i + BLOCK / 2] = scale * (i32::from(body[i] >> 4) - 8) as f32;
+            }
+        }
+    }
+}
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -124,6 +216,28 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_matrix_stands_for_what_its_blocks_do_in_the_bytes_of_its_format() {
+        let stream = Stream::new(2, Purpose::Test);
+        let (rows, columns) = (7, 96);
+        let weights: Vec<f32> = (0..rows * columns).map(|i| stream.normal(0, i as u32)).collect();
+        for (format, bytes) in [(Format::Q8_0, 34), (Format::Q4_0, 18)] {
+            let want: Vec<f32> =
+                weights.as_chunks().0.iter().flat_map(|w| format.quantize(w).weights(format)).collect();
+            let matrix = BlockMatrix::quantize(format, &weights, columns).unwrap();
+            assert_eq!((matrix.rows(), matrix.as_bytes().len()), (rows, rows * columns / BLOCK * bytes));
+            for family in Family::ALL.into_iter().filter(|f| f.available()) {
+                let mut all = vec![f32::NAN; rows * columns];
+                matrix.unpack(family, &mut all);
+                assert_eq!(all, want, "{} {}", family.name(), format.name());
+                matrix.unpack_row(family, 3, &mut all[..columns]);
+                assert_eq!(all[..columns], want[3 * columns..4 * columns]);
+            }
+            assert!(BlockMatrix::quantize(format, &weights, 21).unwrap_err().to_string().contains("whole blocks"));
+        }
+        assert!(BlockMatrix::quantize(Format::Q5_1, &weights, columns).is_err());
     }
 
     #[test]

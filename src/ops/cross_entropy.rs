@@ -23,21 +23,31 @@ pub struct Output {
     pub loss: Value,
     /// (N): -ln p of each target, 0 where ignored.
     pub nll: Value,
-    /// (N, C): the gradient of x, if the head's gradient was asked for.
+    /// (N, C): the gradient of x, if it was asked for.
     pub dx: Option<Value>,
+}
+
+/// The gradients that are asked for.
+#[derive(Clone, Copy)]
+pub enum Wanted<'a> {
+    None,
+    /// Of x, the head being frozen.
+    Input,
+    /// Of x, and of the head (V, C) into this slot.
+    InputAndHead(&'a Tensor, Store),
 }
 
 /// Logits that a chunk holds at most; fixed, so that sums do not depend on anything but the shapes.
 const CHUNK_LOGITS: usize = 1 << 20;
 
-/// The loss of x (N, C) under the head `weight` (V, C) for `targets` (N). With `dweight`, also both gradients.
+/// The loss of x (N, C) under the head `weight` (V, C) for `targets` (N), and what is wanted of its gradients.
 pub fn forward(
     ctx: &mut Ctx,
     x: &Tensor,
     weight: &Tensor,
     targets: &[u32],
     scale: f32,
-    dweight: Option<(&Tensor, Store)>,
+    wanted: Wanted,
 ) -> Result<Output> {
     let ((n, c), (v, columns)) = (x.dims2()?, weight.dims2()?);
     if c != columns || targets.len() != n {
@@ -49,8 +59,8 @@ pub fn forward(
         return Err(Error::op("cross_entropy", format!("targets below {v}"), found));
     }
     let family = ctx.family();
-    let factor = dweight.is_some().then_some(scale);
-    let (nll, dx) = over_chunks(ctx, "cross_entropy", x, weight, dweight, &mut |_, rows, logits, nll| {
+    let factor = (!matches!(wanted, Wanted::None)).then_some(scale);
+    let (nll, dx) = over_chunks(ctx, "cross_entropy", x, weight, wanted, &mut |_, rows, logits, nll| {
         rows_nll(family, logits, v, &targets[rows], nll, factor);
     })?;
     Ok(Output { loss: total(ctx, &nll, scale), nll: ctx.value(nll, n), dx: dx.map(|dx| ctx.value(dx, (n, c))) })
@@ -68,28 +78,28 @@ pub(super) fn total(ctx: &mut Ctx, losses: &[f32], scale: f32) -> Value {
 /// losses to fill in.
 pub(super) type Rows<'a> = dyn FnMut(&mut Ctx, Range<usize>, &mut [f32], &mut [f32]) + 'a;
 
-/// Walks over chunks of rows of x (N, C): the logits under `weight` (V, C), what `each` makes of them, and with `dweight` the
-/// gradients that follow. Gives the losses (N), and dx (N C) if the head's gradient was asked for.
+/// Walks over chunks of rows of x (N, C): the logits under `weight` (V, C), what `each` makes of them, and the gradients
+/// that are wanted. Gives the losses (N), and dx (N C) if that is one of them.
 pub(super) fn over_chunks(
     ctx: &mut Ctx,
     op: &'static str,
     x: &Tensor,
     weight: &Tensor,
-    dweight: Option<(&Tensor, Store)>,
+    wanted: Wanted,
     each: &mut Rows,
 ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
     let ((n, c), (v, _)) = (x.dims2()?, weight.dims2()?);
     ctx.launch(4 * v * c);
     let (x, w) = (storage::read::<f32>(op, x)?, storage::read::<f32>(op, weight)?);
-    let mut gradient = match dweight {
-        Some((slot, store)) => Some((storage::write::<f32>(op, slot)?, store)),
-        None => None,
+    let mut gradient = match wanted {
+        Wanted::InputAndHead(slot, store) => Some((storage::write::<f32>(op, slot)?, store)),
+        _ => None,
     };
     let head = Matrix::new(&w, v, c);
     let packed = gemm::pack(ctx, head.t());
     let rows = (CHUNK_LOGITS / v).clamp(64, 1024);
     let mut losses = ctx.vec::<f32>(n);
-    let mut dx = gradient.is_some().then(|| ctx.vec::<f32>(n * c));
+    let mut dx = (!matches!(wanted, Wanted::None)).then(|| ctx.vec::<f32>(n * c));
     if let (0, Some((slot, Store::Set))) = (n, &mut gradient) {
         slot.fill(0.0);
     }
@@ -99,9 +109,11 @@ pub(super) fn over_chunks(
         let mut logits = ctx.vec(m * v);
         gemm::multiply_packed(ctx, x, (head.t(), &packed), &mut logits, Store::Set);
         each(ctx, start..end, &mut logits, &mut losses[start..end]);
-        if let (Some((slot, store)), Some(dx)) = (&mut gradient, &mut dx) {
-            let dlogits = Matrix::new(&logits, m, v);
+        let dlogits = Matrix::new(&logits, m, v);
+        if let Some(dx) = &mut dx {
             gemm(ctx, dlogits, head, &mut dx[start * c..end * c], Store::Set);
+        }
+        if let Some((slot, store)) = &mut gradient {
             gemm(ctx, dlogits.t(), x, slot, if start == 0 { *store } else { Store::Add });
         }
         ctx.recycle(logits);
@@ -150,7 +162,7 @@ pub(super) fn row_nll<S>(logits: &mut [f32], target: usize, scale: f32, gradient
 /// Hands out ln softmax of each row's logits under `weight` (V, C), one after the other.
 pub fn log_softmax_rows(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, each: &mut dyn FnMut(&[f32])) -> Result<()> {
     let v = weight.dims2()?.0;
-    over_chunks(ctx, "cross_entropy", x, weight, None, &mut |_, _, logits, _| {
+    over_chunks(ctx, "cross_entropy", x, weight, Wanted::None, &mut |_, _, logits, _| {
         for row in logits.chunks_exact_mut(v) {
             let max = simd::max(row);
             let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();

@@ -9,7 +9,7 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::cross_entropy::{IGNORE, Output, over_chunks, row_nll, total};
+use super::cross_entropy::{IGNORE, Output, Wanted, over_chunks, row_nll, total};
 use super::ctx::Ctx;
 use super::gemm::{self, Matrix, Store};
 use super::simd::{self, Family, LANES, simd_fn};
@@ -47,26 +47,26 @@ pub enum Teacher<'a> {
 }
 
 /// The loss of x (N, C) under the head `weight` (V, C) against a teacher of the same vocabulary. Rows whose target is `IGNORE`
-/// do not count. With `dweight`, also both gradients.
+/// do not count.
 pub fn forward(
     ctx: &mut Ctx,
     (x, weight): (&Tensor, &Tensor),
     teacher: Teacher,
     targets: &[u32],
     (settings, scale): (Settings, f32),
-    dweight: Option<(&Tensor, Store)>,
+    wanted: Wanted,
 ) -> Result<Output> {
     let ((n, c), (v, columns)) = (x.dims2()?, weight.dims2()?);
     check((n, c, columns), v, teacher, targets)?;
     let family = ctx.family();
-    let factor = if dweight.is_some() { scale } else { 0.0 };
+    let factor = if matches!(wanted, Wanted::None) { 0.0 } else { scale };
     let (losses, dx) = match teacher {
         Teacher::Model { x: hidden, weight: head } => {
             let channels = head.dims2()?.1;
             let (hidden, head) = (storage::read::<f32>(OP, hidden)?, storage::read::<f32>(OP, head)?);
             let head = Matrix::new(&head, v, channels);
             let packed = gemm::pack(ctx, head.t());
-            let done = over_chunks(ctx, OP, x, weight, dweight, &mut |ctx, rows, logits, losses| {
+            let done = over_chunks(ctx, OP, x, weight, wanted, &mut |ctx, rows, logits, losses| {
                 let m = rows.len();
                 let hidden = Matrix::new(&hidden[rows.start * channels..rows.end * channels], m, channels);
                 let (mut teacher, mut scratch) = (ctx.vec(m * v), ctx.vec(m * v));
@@ -83,7 +83,7 @@ pub fn forward(
             done?
         }
         Teacher::Top { k, ids, logprobs } => {
-            over_chunks(ctx, OP, x, weight, dweight, &mut |_, rows, logits, losses| {
+            over_chunks(ctx, OP, x, weight, wanted, &mut |_, rows, logits, losses| {
                 let top = ids[rows.start * k..rows.end * k].par_chunks(k).zip(logprobs[rows.start * k..].par_chunks(k));
                 let each = logits.par_chunks_mut(v).zip(top).zip(&targets[rows]).zip(losses.par_iter_mut());
                 each.for_each(|(((logits, (ids, logprobs)), target), loss)| {

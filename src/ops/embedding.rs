@@ -8,6 +8,7 @@ use rayon::prelude::*;
 
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
+use super::linear::Weight;
 use super::storage;
 use crate::error::{Error, Result};
 
@@ -21,16 +22,19 @@ fn check(ids: &[u32], rows: usize) -> Result<()> {
 }
 
 /// Rows `ids` of table (V, C): (N, C).
-pub fn forward(ctx: &mut Ctx, table: &Tensor, ids: &[u32]) -> Result<Value> {
-    let (rows, columns) = table.dims2()?;
+pub fn forward(ctx: &mut Ctx, table: Weight, ids: &[u32]) -> Result<Value> {
+    let (rows, columns) = table.dims()?;
     check(ids, rows)?;
     ctx.launch(4 * ids.len() * columns);
     let mut y = ctx.vec(ids.len() * columns);
-    let table = storage::read::<f32>("embedding", table)?;
-    for (y, id) in y.chunks_exact_mut(columns).zip(ids) {
-        y.copy_from_slice(&table[*id as usize * columns..][..columns]);
+    let rows = y.chunks_exact_mut(columns).zip(ids);
+    match table {
+        Weight::Dense { tensor, .. } => {
+            let table = storage::read::<f32>("embedding", tensor)?;
+            rows.for_each(|(y, id)| y.copy_from_slice(&table[*id as usize * columns..][..columns]));
+        }
+        Weight::Blocks(blocks) => rows.for_each(|(y, id)| blocks.unpack_row(ctx.family(), *id as usize, y)),
     }
-    drop(table);
     Ok(ctx.value(y, (ids.len(), columns)))
 }
 

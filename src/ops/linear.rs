@@ -4,6 +4,7 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use super::add;
+use super::blocks::BlockMatrix;
 use super::ctx::{Ctx, Value};
 use super::gemm::{Kept, Matrix, Store, gemm};
 use super::storage;
@@ -16,24 +17,80 @@ pub struct Panels {
     backward: Mutex<Kept>,
 }
 
-/// A weight (out, in) as products see it; two with the same panels and version have the same content.
+/// A weight (out, in) as products see it.
 #[derive(Clone, Copy)]
-pub struct Weight<'a> {
-    pub tensor: &'a Tensor,
-    pub version: u64,
-    pub panels: &'a Panels,
+pub enum Weight<'a> {
+    /// In f32, with what is kept of it and its version, if anything is: two with the same panels and version have the same
+    /// content.
+    Dense { tensor: &'a Tensor, kept: Option<(&'a Panels, u64)> },
+    /// In blocks, which become numbers for the time of a product.
+    Blocks(&'a BlockMatrix),
+}
+
+impl Weight<'_> {
+    /// (out, in)
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        Ok(match self {
+            Weight::Dense { tensor, .. } => tensor.dims2()?,
+            Weight::Blocks(blocks) => (blocks.rows(), blocks.columns()),
+        })
+    }
+}
+
+/// Which side of the weight a product is on.
+#[derive(Clone, Copy, PartialEq)]
+enum Direction {
+    Forward,
+    Backward,
+}
+
+/// a W^T, or a W.
+fn multiply(
+    ctx: &mut Ctx,
+    a: Matrix,
+    weight: Weight,
+    direction: Direction,
+    (to, store): (&mut [f32], Store),
+) -> Result<()> {
+    let (out, k) = weight.dims()?;
+    let turned = |w| match direction {
+        Direction::Forward => Matrix::new(w, out, k).t(),
+        Direction::Backward => Matrix::new(w, out, k),
+    };
+    match weight {
+        Weight::Dense { tensor, kept } => {
+            ctx.launch(4 * out * k);
+            let w = storage::read::<f32>("linear", tensor)?;
+            match (kept, direction) {
+                (None, _) => gemm(ctx, a, turned(&w), to, store),
+                (Some((panels, version)), Direction::Forward) => {
+                    panels.forward.lock().gemm(ctx, a, (turned(&w), version), to, store);
+                }
+                (Some((panels, version)), Direction::Backward) => {
+                    panels.backward.lock().gemm(ctx, a, (turned(&w), version), to, store);
+                }
+            }
+        }
+        Weight::Blocks(blocks) => {
+            ctx.launch(blocks.as_bytes().len());
+            let mut w = ctx.vec(out * k);
+            blocks.unpack(ctx.family(), &mut w);
+            gemm(ctx, a, turned(&w), to, store);
+            ctx.recycle(w);
+        }
+    }
+    Ok(())
 }
 
 /// x (N, in) times weight (out, in) transposed, plus `residual` (N, out) where given: (N, out).
 pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: Weight, residual: Option<&Tensor>) -> Result<Value> {
-    let ((n, k), (out, columns)) = (x.dims2()?, weight.tensor.dims2()?);
+    let ((n, k), (out, columns)) = (x.dims2()?, weight.dims()?);
     if k != columns {
-        return Err(Error::op("linear", format!("a weight of ({out}, {k})"), format!("{:?}", weight.tensor.dims())));
+        return Err(Error::op("linear", format!("a weight of ({out}, {k})"), format!("({out}, {columns})")));
     }
     if let Some(residual) = residual.filter(|r| r.dims() != [n, out]) {
         return Err(Error::op("linear", format!("a residual of ({n}, {out})"), format!("{:?}", residual.dims())));
     }
-    ctx.launch(4 * out * k);
     let mut y = ctx.vec(n * out);
     let store = match residual {
         None => Store::Set,
@@ -42,21 +99,17 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: Weight, residual: Option<&Tens
             Store::Add
         }
     };
-    let (x, w) = (storage::read::<f32>("linear", x)?, storage::read::<f32>("linear", weight.tensor)?);
-    let operand = (Matrix::new(&w, out, k).t(), weight.version);
-    weight.panels.forward.lock().gemm(ctx, Matrix::new(&x, n, k), operand, &mut y, store);
+    let x = storage::read::<f32>("linear", x)?;
+    multiply(ctx, Matrix::new(&x, n, k), weight, Direction::Forward, (&mut y, store))?;
     Ok(ctx.value(y, (n, out)))
 }
 
 /// The gradient of x (N, in) from dy (N, out).
 pub fn backward_input(ctx: &mut Ctx, dy: &Tensor, weight: Weight, dx: (&Tensor, Store)) -> Result<()> {
-    let ((n, out), (_, k)) = (dy.dims2()?, weight.tensor.dims2()?);
-    ctx.launch(4 * out * k);
-    let (dy, w) = (storage::read::<f32>("linear", dy)?, storage::read::<f32>("linear", weight.tensor)?);
+    let (n, out) = dy.dims2()?;
+    let dy = storage::read::<f32>("linear", dy)?;
     let mut to = storage::write::<f32>("linear", dx.0)?;
-    let operand = (Matrix::new(&w, out, k), weight.version);
-    weight.panels.backward.lock().gemm(ctx, Matrix::new(&dy, n, out), operand, &mut to, dx.1);
-    Ok(())
+    multiply(ctx, Matrix::new(&dy, n, out), weight, Direction::Backward, (&mut to, dx.1))
 }
 
 /// The gradient of the weight (out, in) from dy (N, out) and x (N, in).

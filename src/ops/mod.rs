@@ -14,6 +14,7 @@ pub mod gradient_norm;
 pub mod guard;
 pub mod heads;
 pub mod linear;
+pub mod lora;
 pub mod mapped;
 pub mod muon;
 pub mod rates;

@@ -44,20 +44,21 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, eps: f32) -> Result<(
     Ok((ctx.value(y, shape), ctx.value(rstd, n)))
 }
 
-/// From dy (N, C): writes the gradients of the input to `dx` (N, C) and of the gain to `dweight` (C).
+/// From dy (N, C): writes the gradients of the input to `dx` (N, C) and, unless it is frozen, of the gain to `dweight` (C).
 pub fn backward(
     ctx: &mut Ctx,
     saved: Saved,
     dy: &Tensor,
     (dx, dx_store): (&Tensor, Store),
-    (dweight, dweight_store): (&Tensor, Store),
+    dweight: Option<(&Tensor, Store)>,
 ) -> Result<()> {
     let (x, weight) = (storage::read::<f32>(OP, saved.x)?, storage::read::<f32>(OP, saved.weight)?);
     let (rstd, dy) = (storage::read::<f32>(OP, saved.rstd)?, storage::read::<f32>(OP, dy)?);
-    let (mut dx, mut dweight) = (storage::write::<f32>(OP, dx)?, storage::write::<f32>(OP, dweight)?);
+    let mut dx = storage::write::<f32>(OP, dx)?;
     let (family, c, n) = (ctx.family(), weight.len(), rows_of(&x, weight.len())?);
-    if (rstd.len(), dy.len(), dx.len(), dweight.len()) != (n, n * c, n * c, c) {
-        let found = format!("rstd {}, dy {}, dx {}, dweight {}", rstd.len(), dy.len(), dx.len(), dweight.len());
+    let gain = dweight.map_or(c, |(slot, _)| slot.elem_count());
+    if (rstd.len(), dy.len(), dx.len(), gain) != (n, n * c, n * c, c) {
+        let found = format!("rstd {}, dy {}, dx {}, dweight {gain}", rstd.len(), dy.len(), dx.len());
         return Err(Error::op(OP, format!("gradients of {n} x {c}"), found));
     }
     ctx.launch(4 * c);
@@ -69,7 +70,9 @@ pub fn backward(
         let (x, dy) = (&x[first * c..][..dx.len()], &dy[first * c..][..dx.len()]);
         backward_rows(family, x, weight, &rstd[first..], dy, dx, dx_store, sums);
     });
-    add_blocks(&partial, c, 0, &mut dweight, dweight_store);
+    if let Some((slot, store)) = dweight {
+        add_blocks(&partial, c, 0, &mut storage::write::<f32>(OP, slot)?, store);
+    }
     ctx.recycle(partial);
     Ok(())
 }

@@ -89,7 +89,7 @@ pub fn forward(
     Ok((ctx.value(y, shape), ctx.value(rstd, rstd_shape)))
 }
 
-/// From dout (N, (H+2K)D): writes the gradient of qkv to `dqkv` and those of the query and key gains to `dnorms`.
+/// From dout (N, (H+2K)D): writes the gradient of qkv to `dqkv` and those of the query and key gains, unless they are frozen, to `dnorms`.
 pub fn backward(
     ctx: &mut Ctx,
     saved: Saved,
@@ -103,10 +103,10 @@ pub fn backward(
     let (dout, mut dqkv) = (storage::read::<f32>(OP, dout)?, storage::write::<f32>(OP, dqkv)?);
     let (n, width, d) = (inputs.rows_of(&dout)?, heads.qkv_size(), heads.dim);
     let rotated = if norms.is_some() { heads.attention + heads.key_value } else { 0 };
-    if (qkv.len(), dqkv.len(), rstd.len()) != (n * width, n * width, n * rotated) || dnorms.is_some() != norms.is_some()
+    if (qkv.len(), dqkv.len(), rstd.len()) != (n * width, n * width, n * rotated) || dnorms.is_some() && norms.is_none()
     {
         let found = format!("qkv {}, dqkv {}, rstd {}", qkv.len(), dqkv.len(), rstd.len());
-        return Err(Error::op(OP, format!("{n} rows of {width}, gain gradients where there are norms"), found));
+        return Err(Error::op(OP, format!("{n} rows of {width}, no gain gradients without norms"), found));
     }
     ctx.launch(0);
     // Of each block: the gradients of both gains, and room for one un-rotated head.

@@ -10,7 +10,6 @@ use crate::checkpoint::steps::{self, StepFolder};
 use crate::checkpoint::weights::Tensors;
 use crate::error::{Error, Result};
 use crate::files::atomic::{self, Fill};
-use crate::model::gpt::Gpt;
 use crate::nn::parameter::NamedTensor;
 use crate::ops::storage;
 use crate::trainer::curve::{self, Point};
@@ -111,7 +110,7 @@ impl RunFolder {
     /// Writes the model as it is validated (averaged weights if EMA is on) to the run's folder, or one below it.
     pub fn write_model(&self, trainer: &mut Trainer, below: &str, companions: &Companions) -> Result<()> {
         trainer.swap_average()?;
-        let tensors = tensors(&trainer.model);
+        let tensors = trainer.model.tensors();
         trainer.swap_average()?;
         model_folder::write(&self.path.join(below), &trainer.model.config, &tensors?, companions)
     }
@@ -159,13 +158,4 @@ impl RunFolder {
         let (train, validation) = self.points();
         curve::characters(&train, &validation, 60, 8)
     }
-}
-
-/// The weights of a model by name.
-pub fn tensors(model: &Gpt) -> Result<Vec<NamedTensor>> {
-    let mut tensors = Vec::new();
-    for parameter in model.parameters() {
-        tensors.extend(parameter.split(parameter.master())?);
-    }
-    Ok(tensors)
 }

@@ -114,8 +114,8 @@ impl Distillation {
             logprobs.extend(known.1);
         }
         let teacher = Teacher::Top { k, ids: &ids, logprobs: &logprobs };
-        model.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, dw| {
-            distillation::forward(ctx, (x, w), teacher, &batch.targets, (self.settings, scale), dw)
+        model.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, wanted| {
+            distillation::forward(ctx, (x, w), teacher, &batch.targets, (self.settings, scale), wanted)
         })
     }
 
@@ -128,9 +128,10 @@ impl Distillation {
         dropout: Dropout,
     ) -> Result<Value> {
         let hidden = self.teacher.states(ctx, batch)?;
-        let teacher = Teacher::Model { x: hidden.value(), weight: self.teacher.head() };
-        model.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, dw| {
-            distillation::forward(ctx, (x, w), teacher, &batch.targets, (settings, scale), dw)
+        let head = self.teacher.head(ctx)?;
+        let teacher = Teacher::Model { x: hidden.value(), weight: &head };
+        model.accumulate_with(ctx, batch, dropout, &mut |ctx, x, w, wanted| {
+            distillation::forward(ctx, (x, w), teacher, &batch.targets, (settings, scale), wanted)
         })
     }
 
@@ -160,8 +161,9 @@ fn select(batch: &Batch, rows: &[usize]) -> Batch {
 /// The `k` likeliest tokens of every row, best first, with ln q.
 fn top(ctx: &mut Ctx, teacher: &Gpt, batch: &Batch, k: usize) -> Result<(Vec<u32>, Vec<f32>)> {
     let hidden = teacher.states(ctx, batch)?;
+    let head = teacher.head(ctx)?;
     let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
-    cross_entropy::log_softmax_rows(ctx, hidden.value(), teacher.head(), &mut |row| {
+    cross_entropy::log_softmax_rows(ctx, hidden.value(), &head, &mut |row| {
         let mut order: Vec<u32> = (0..row.len() as u32).collect();
         let best = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
         if k < order.len() {

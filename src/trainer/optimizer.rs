@@ -75,8 +75,8 @@ impl Optimizer {
             Ok(storage::tensor(weights, p.master().shape()))
         };
         let averages: Result<Vec<Tensor>> =
-            if settings.ema > 0.0 { model.parameters().iter().map(copy).collect() } else { Ok(Vec::new()) };
-        Ok(Self { settings, moments: model.parameters().iter().map(moments).collect(), averages: averages? })
+            if settings.ema > 0.0 { model.trainable().map(copy).collect() } else { Ok(Vec::new()) };
+        Ok(Self { settings, moments: model.trainable().map(moments).collect(), averages: averages? })
     }
 
     fn uses_muon(kind: Kind, parameter: &Parameter) -> bool {
@@ -104,7 +104,7 @@ impl Optimizer {
     pub fn step(&self, ctx: &mut Ctx, model: &Gpt, scalars: &Tensor) -> Result<()> {
         let s = self.settings;
         let mut matrices = Vec::new();
-        for (index, (parameter, moments)) in model.parameters().iter().zip(&self.moments).enumerate() {
+        for (index, (parameter, moments)) in model.trainable().zip(&self.moments).enumerate() {
             let (master, gradient, ema) = (parameter.master(), parameter.gradient(), self.averages.get(index));
             let weight_decay = if parameter.role == Role::Gain { 0.0 } else { s.weight_decay };
             match &moments.second {

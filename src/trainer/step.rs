@@ -63,7 +63,7 @@ impl Trainer {
     ) -> Result<StepRecord> {
         let valid: usize = batches.iter().map(Batch::valid).sum();
         let scale = 1.0 / valid.max(1) as f32;
-        self.model.parameters().iter().for_each(|p| p.clear_gradient());
+        self.model.trainable().for_each(|p| p.clear_gradient());
         self.scalars.set(Scalar::LearningRate, learning_rate as f32)?;
         self.scalars.set(Scalar::Loss, 0.0)?;
         for (micro, batch) in batches.iter().enumerate() {
@@ -76,15 +76,15 @@ impl Trainer {
         guard::decide(&mut self.ctx, self.scalars.tensor(), self.guard)?;
         self.optimizer.step(&mut self.ctx, &self.model, self.scalars.tensor())?;
         guard::finish(&mut self.ctx, self.scalars.tensor())?;
-        self.model.parameters().iter().for_each(|p| p.touch());
+        self.model.trainable().for_each(|p| p.touch());
         self.step += 1;
         self.record(learning_rate)
     }
 
-    /// Every parameter's gradient; one without any is a hole in the model, never something to pass over.
+    /// Every trained parameter's gradient; one without any is a hole in the model, never something to pass over.
     fn gradients(&self) -> Result<Vec<Tensor>> {
-        let parameters = self.model.parameters().iter();
-        parameters
+        self.model
+            .trainable()
             .map(|p| match p.has_gradient() {
                 true => Ok(p.gradient().clone()),
                 false => {
@@ -104,30 +104,27 @@ impl Trainer {
         })
     }
 
-    /// Everything that resuming needs but the scalars: the weights, and the optimizer's state as "kind.name".
+    /// Everything that resuming needs but the scalars: the trained weights, and the optimizer's state as "kind.name".
     pub fn state(&self) -> Result<(Vec<NamedTensor>, Vec<NamedTensor>)> {
-        let (mut weights, mut optimizer) = (Vec::new(), Vec::new());
-        for parameter in self.model.parameters() {
-            weights.extend(parameter.split(parameter.master())?);
-        }
+        let mut optimizer = Vec::new();
         for (kind, tensors) in self.optimizer.state() {
-            for (parameter, tensor) in self.model.parameters().iter().zip(tensors) {
+            for (parameter, tensor) in self.model.trainable().zip(tensors) {
                 let Some(tensor) = tensor else { continue };
                 let named = |t: NamedTensor| NamedTensor { name: format!("{kind}.{}", t.name), ..t };
                 optimizer.extend(parameter.split(tensor)?.into_iter().map(named));
             }
         }
-        Ok((weights, optimizer))
+        Ok((self.model.tensors()?, optimizer))
     }
 
     /// Fills what `state` gives from two sources of the same names.
     pub fn restore(&mut self, weights: &mut Source, optimizer: &mut Source) -> Result<()> {
-        for parameter in self.model.parameters() {
+        for parameter in self.model.trainable() {
             fill(parameter, parameter.master(), &mut |name, shape| weights(name, shape))?;
             parameter.touch();
         }
         for (kind, tensors) in self.optimizer.state() {
-            for (parameter, tensor) in self.model.parameters().iter().zip(tensors) {
+            for (parameter, tensor) in self.model.trainable().zip(tensors) {
                 let Some(tensor) = tensor else { continue };
                 fill(parameter, tensor, &mut |name, shape| optimizer(&format!("{kind}.{name}"), shape))?;
             }
@@ -148,7 +145,7 @@ impl Trainer {
 
     /// Puts the averaged weights in place of the trained ones, or back: the same call undoes itself. Nothing without EMA.
     pub fn swap_average(&mut self) -> Result<()> {
-        for (parameter, average) in self.model.parameters().iter().zip(self.optimizer.averages()) {
+        for (parameter, average) in self.model.trainable().zip(self.optimizer.averages()) {
             let mut a = storage::write::<f32>("swap_average", parameter.master())?;
             let mut b = storage::write::<f32>("swap_average", average)?;
             a.swap_with_slice(&mut b);

@@ -10,6 +10,7 @@ mod engine;
 mod files;
 mod fuzz;
 mod layering;
+mod lora;
 mod model;
 mod oracle;
 mod plain;

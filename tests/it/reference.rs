@@ -40,12 +40,16 @@ pub fn random_weight(name: &str, shape: &[usize]) -> Vec<f32> {
 
 /// Logits (B, T, V) of `ids` (B rows of equal length).
 pub fn logits(config: &GptConfig, weights: &Weights, ids: &[Vec<u32>]) -> Result<Tensor> {
+    logits_of(config, &|name| weights[name].as_tensor().clone(), ids)
+}
+
+/// The same for weights that are made of variables.
+pub fn logits_of(config: &GptConfig, w: &dyn Fn(&str) -> Tensor, ids: &[Vec<u32>]) -> Result<Tensor> {
     let (batch, seq) = (ids.len(), ids[0].len());
-    let w = |name: &str| weights[name].as_tensor().clone();
     let flat = Tensor::from_vec(ids.concat(), batch * seq, &Device::Cpu)?;
     let mut x = w("model.embed_tokens.weight").index_select(&flat, 0)?.reshape((batch, seq, config.hidden_size))?;
     for (layer, window) in config.windows.iter().enumerate() {
-        let w = |name: &str| weights[&format!("model.layers.{layer}.{name}.weight")].as_tensor().clone();
+        let w = |name: &str| w(&format!("model.layers.{layer}.{name}.weight"));
         let h = norm(config, &x, &w("input_layernorm"))?;
         let heads = |name: &str, n: usize| {
             linear(&h, &w(&format!("self_attn.{name}_proj")))?

@@ -1,7 +1,7 @@
 //! The fused head and loss against the f64 reference, candle's autograd and finite differences.
 
 use candle_core::{D, Device, Tensor, Var};
-use gpt::ops::cross_entropy::{self, IGNORE, Output};
+use gpt::ops::cross_entropy::{self, IGNORE, Output, Wanted};
 use gpt::ops::ctx::Ctx;
 use gpt::ops::gemm::Store;
 use gpt::ops::simd::Family;
@@ -40,7 +40,10 @@ fn loss_and_gradients_are_the_plain_formula() {
                 for store in [Store::Set, Store::Add] {
                     let dw = normal_tensor(5, &[vocab, channels]);
                     let old = if store == Store::Add { values(&dw) } else { vec![0.0; vocab * channels] };
-                    let got = cross_entropy::forward(&mut ctx, &x, &w, &targets, scale, Some((&dw, store))).unwrap();
+                    let wanted = Wanted::InputAndHead(&dw, store);
+                    let got = cross_entropy::forward(&mut ctx, &x, &w, &targets, scale, wanted).unwrap();
+                    let frozen = cross_entropy::forward(&mut ctx, &x, &w, &targets, scale, Wanted::Input).unwrap();
+                    assert_eq!(values(&frozen.dx.unwrap()), values(got.dx.as_ref().unwrap()), "{what}: a frozen head");
                     assert_close(&what, &values(&got.loss), &[want.loss as f32], 3e-6 + 3.0 * error);
                     assert_close(&what, &values(&got.nll), &to_f32(&want.nll), 3e-6 + 5.0 * error);
                     let row = scale * size as f32;
@@ -50,7 +53,7 @@ fn loss_and_gradients_are_the_plain_formula() {
                     let want_dw: Vec<f32> = old.iter().zip(&want.dweight).map(|(o, g)| o + *g as f32).collect();
                     assert_close(&what, &values(&dw), &want_dw, 3e-6 + 20.0 * error);
                 }
-                let plain = cross_entropy::forward(&mut ctx, &x, &w, &targets, scale, None).unwrap();
+                let plain = cross_entropy::forward(&mut ctx, &x, &w, &targets, scale, Wanted::None).unwrap();
                 assert!(plain.dx.is_none());
                 assert_close(&what, &values(&plain.nll), &to_f32(&want.nll), 3e-6 + 5.0 * error);
             }
@@ -72,7 +75,8 @@ fn gradients_are_those_of_autograd() {
             let loss = (logs.gather(&index, 1).unwrap().sum_all().unwrap() * f64::from(-scale)).unwrap();
             let grads = loss.backward().unwrap();
             let dw = normal_tensor(5, &[vocab, channels]);
-            let got = cross_entropy::forward(&mut ctx, &x, &w, &targets, scale, Some((&dw, Store::Set))).unwrap();
+            let got = cross_entropy::forward(&mut ctx, &x, &w, &targets, scale, Wanted::InputAndHead(&dw, Store::Set))
+                .unwrap();
             // Gradients are of size `scale`: times 1/scale both are of size one.
             let scaled = |t: &Tensor| values(&(t / f64::from(scale)).unwrap().contiguous().unwrap());
             assert_close(&what, &values(&got.loss), &[loss.to_scalar::<f32>().unwrap()], 1e-5);
@@ -91,7 +95,8 @@ fn gradients_are_finite_differences_of_the_loss() {
     let tensor = |v: &[f32], rows| Tensor::from_slice(v, (rows, channels), &Device::Cpu).unwrap();
     let dw = tensor(&w, vocab);
     let (x_t, w_t) = (tensor(&x, n), tensor(&w, vocab));
-    let got = cross_entropy::forward(&mut ctx, &x_t, &w_t, &targets, 0.5, Some((&dw, Store::Set))).unwrap();
+    let got =
+        cross_entropy::forward(&mut ctx, &x_t, &w_t, &targets, 0.5, Wanted::InputAndHead(&dw, Store::Set)).unwrap();
     let loss = |x: &[f32], w: &[f32]| cross_entropy::reference(x, w, channels, &targets, 0.5).loss;
     // Central differences with a step exact in f32: the cubic term is about step^2.
     let step = 1.0 / 256.0;
@@ -113,7 +118,8 @@ fn an_all_ignored_batch_and_an_empty_one_cost_nothing() {
         for n in [0, 3, 1030] {
             let (x, w, dw) = (normal_tensor(1, &[n, 6]), normal_tensor(2, &[5, 6]), normal_tensor(3, &[5, 6]));
             let ignored = vec![IGNORE; n];
-            let got = cross_entropy::forward(&mut ctx, &x, &w, &ignored, 1.0, Some((&dw, Store::Set))).unwrap();
+            let got =
+                cross_entropy::forward(&mut ctx, &x, &w, &ignored, 1.0, Wanted::InputAndHead(&dw, Store::Set)).unwrap();
             let zero = |t: &Tensor| values(t).iter().all(|v| *v == 0.0);
             assert!(zero(&got.loss) && zero(&got.nll) && zero(&got.dx.unwrap()) && zero(&dw), "N={n}");
         }
@@ -128,7 +134,7 @@ fn the_number_of_threads_changes_no_bit() {
         let mut ctx = Ctx::cpu(Family::detect());
         let dw = normal_tensor(3, &[320, 33]);
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let forward = || cross_entropy::forward(&mut ctx, &x, &w, &targets, 0.1, Some((&dw, Store::Add)));
+        let forward = || cross_entropy::forward(&mut ctx, &x, &w, &targets, 0.1, Wanted::InputAndHead(&dw, Store::Add));
         let Output { loss, nll, dx } = pool.install(forward).unwrap();
         [values(&loss), values(&nll), values(&dx.unwrap()), values(&dw)]
     };
@@ -143,12 +149,12 @@ fn not_finite_logits_and_wrong_targets_are_seen() {
             let mut x = values(&normal_tensor(1, &[4, 6]));
             x[7] = bad;
             let x = Tensor::from_vec(x, (4, 6), &Device::Cpu).unwrap();
-            let got = cross_entropy::forward(&mut ctx, &x, &w, &[1, 2, 3, 4], 1.0, None).unwrap();
+            let got = cross_entropy::forward(&mut ctx, &x, &w, &[1, 2, 3, 4], 1.0, Wanted::None).unwrap();
             assert!(!values(&got.loss)[0].is_finite(), "{bad}");
         }
         let x = normal_tensor(1, &[2, 6]);
-        let message = cross_entropy::forward(&mut ctx, &x, &w, &[3, 20], 1.0, None).err().unwrap().to_string();
+        let message = cross_entropy::forward(&mut ctx, &x, &w, &[3, 20], 1.0, Wanted::None).err().unwrap().to_string();
         assert!(message.contains("id 20 at position 1"), "{message}");
-        assert!(cross_entropy::forward(&mut ctx, &x, &w, &[3], 1.0, None).is_err());
+        assert!(cross_entropy::forward(&mut ctx, &x, &w, &[3], 1.0, Wanted::None).is_err());
     }
 }

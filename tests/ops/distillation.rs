@@ -1,7 +1,7 @@
 //! The student's head and loss against the f64 reference, candle's autograd and finite differences.
 
 use candle_core::{D, Tensor, Var};
-use gpt::ops::cross_entropy::IGNORE;
+use gpt::ops::cross_entropy::{IGNORE, Wanted};
 use gpt::ops::distillation::{self, Divergence, Settings, Teacher};
 use gpt::ops::gemm::Store;
 use gpt::random::{Purpose, Stream};
@@ -72,7 +72,7 @@ fn loss_and_gradients_are_the_plain_formula_and_those_of_autograd() {
                         teacher,
                         &targets,
                         (settings, scale),
-                        Some((&dw, Store::Set)),
+                        Wanted::InputAndHead(&dw, Store::Set),
                     )
                     .unwrap();
                     let (student, said) = (logits(&wide(&x), &wide(&w), c), logits(&wide(&tx), &wide(&tw), ct));
@@ -121,7 +121,7 @@ fn a_teacher_of_which_the_likeliest_tokens_are_known_is_the_teacher() {
                     teacher,
                     &targets,
                     (settings, 0.1),
-                    Some((&dw, Store::Set)),
+                    Wanted::InputAndHead(&dw, Store::Set),
                 )
                 .unwrap();
                 [values(&out.loss), values(&out.dx.unwrap()), values(&dw)]
@@ -147,15 +147,15 @@ fn gradients_from_a_few_known_tokens_are_finite_differences() {
         let settings = Settings { divergence, temperature: 1.0, alpha: 0.6 };
         let targets = [3, IGNORE, 7];
         let dw = normal_tensor(5, &[v, c]);
-        let mut run = |x: &Tensor, dw: Option<(&Tensor, Store)>| {
-            distillation::forward(&mut ctx, (x, &w), teacher, &targets, (settings, 1.0), dw).unwrap()
+        let mut run = |x: &Tensor, wanted: Wanted| {
+            distillation::forward(&mut ctx, (x, &w), teacher, &targets, (settings, 1.0), wanted).unwrap()
         };
-        let dx = values(&run(&x, Some((&dw, Store::Set))).dx.unwrap());
+        let dx = values(&run(&x, Wanted::InputAndHead(&dw, Store::Set)).dx.unwrap());
         for i in 0..n * c {
             let mut at = |step: f32| {
                 let mut moved = values(&x);
                 moved[i] += step;
-                values(&run(&tensor(moved, &[n, c]), None).loss)[0]
+                values(&run(&tensor(moved, &[n, c]), Wanted::None).loss)[0]
             };
             let slope = (at(1e-2) - at(-1e-2)) / 2e-2;
             assert!((slope - dx[i]).abs() < 2e-3, "{divergence:?} {i}: {slope} against {}", dx[i]);

@@ -1,9 +1,11 @@
 //! embedding against its reference and candle's autograd.
 
 use candle_core::{Device, Tensor, Var};
+use gpt::ops::blocks::{BlockMatrix, Format};
 use gpt::ops::ctx::Ctx;
 use gpt::ops::embedding;
 use gpt::ops::gemm::Store;
+use gpt::ops::linear::Weight;
 use gpt::ops::simd::Family;
 use gpt::random::{Purpose, Stream};
 
@@ -15,6 +17,10 @@ fn ids(n: usize, vocab: usize) -> Vec<u32> {
     (0..n as u32).map(|i| if i % 2 == 0 { vocab as u32 / 2 } else { stream.word(0, i) % vocab as u32 }).collect()
 }
 
+fn plain_weight(tensor: &Tensor) -> Weight<'_> {
+    Weight::Dense { tensor, kept: None }
+}
+
 #[test]
 fn forward_and_gradient_are_those_of_autograd() {
     for mut ctx in contexts() {
@@ -22,7 +28,7 @@ fn forward_and_gradient_are_those_of_autograd() {
             let what = format!("{} {n} of ({vocab}, {channels})", ctx.family().name());
             let table = Var::from_tensor(&normal_tensor(1, &[vocab, channels])).unwrap();
             let (ids, dy) = (ids(n, vocab), normal_tensor(2, &[n, channels]));
-            let y = embedding::forward(&mut ctx, &table, &ids).unwrap();
+            let y = embedding::forward(&mut ctx, plain_weight(&table), &ids).unwrap();
             assert_eq!(values(&y), embedding::reference(&values(&table), &ids, channels), "{what}");
             let plain = embedding::backward_reference(&ids, &values(&dy), vocab, channels);
             let plain: Vec<f32> = plain.iter().map(|x| *x as f32).collect();
@@ -46,6 +52,19 @@ fn forward_and_gradient_are_those_of_autograd() {
 }
 
 #[test]
+fn a_table_in_blocks_gives_the_rows_that_they_stand_for() {
+    let table = values(&normal_tensor(1, &[40, 64]));
+    for (mut ctx, format) in contexts().into_iter().zip([Format::Q8_0, Format::Q4_0].into_iter().cycle()) {
+        let blocks = BlockMatrix::quantize(format, &table, 64).unwrap();
+        let mut whole = vec![0.0; table.len()];
+        blocks.unpack(ctx.family(), &mut whole);
+        let y = embedding::forward(&mut ctx, Weight::Blocks(&blocks), &[3, 39, 0, 3]).unwrap();
+        assert_eq!(values(&y), embedding::reference(&whole, &[3, 39, 0, 3], 64));
+        assert!(embedding::forward(&mut ctx, Weight::Blocks(&blocks), &[40]).is_err());
+    }
+}
+
+#[test]
 fn the_number_of_threads_changes_no_bit() {
     let (ids, dy) = (ids(1030, 65), normal_tensor(2, &[1030, 33]));
     let run = |threads| {
@@ -62,7 +81,7 @@ fn the_number_of_threads_changes_no_bit() {
 fn an_id_outside_the_table_is_named() {
     let mut ctx = contexts().remove(0);
     let (table, dy) = (normal_tensor(1, &[5, 6]), normal_tensor(2, &[2, 6]));
-    let message = embedding::forward(&mut ctx, &table, &[1, 5]).unwrap_err().to_string();
+    let message = embedding::forward(&mut ctx, plain_weight(&table), &[1, 5]).unwrap_err().to_string();
     assert!(message.contains("id 5 at position 1"), "{message}");
     assert!(
         embedding::backward(&mut ctx, &[7, 0], &dy, (&table, Store::Set)).unwrap_err().to_string().contains("id 7")

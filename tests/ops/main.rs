@@ -8,6 +8,7 @@ mod distillation;
 mod dropout;
 mod embedding;
 mod linear;
+mod lora;
 mod optimizer;
 mod rms_norm;
 mod rotary;

@@ -33,7 +33,11 @@ impl Case {
         let (dx, dweight) = (filled(&[n, c]), filled(&[c]));
         let store = if start.is_some() { Store::Add } else { Store::Set };
         let saved = rms_norm::Saved { x: &x, weight: &weight, rstd: &rstd };
-        rms_norm::backward(ctx, saved, &tensor(self.dy.clone(), &[n, c]), (&dx, store), (&dweight, store)).unwrap();
+        rms_norm::backward(ctx, saved, &tensor(self.dy.clone(), &[n, c]), (&dx, store), Some((&dweight, store)))
+            .unwrap();
+        let frozen = filled(&[n, c]);
+        rms_norm::backward(ctx, saved, &tensor(self.dy.clone(), &[n, c]), (&frozen, store), None).unwrap();
+        assert_eq!(values(&frozen), values(&dx), "a frozen gain");
         [values(&y), values(&dx), values(&dweight)]
     }
 }
@@ -112,5 +116,5 @@ fn shapes_that_do_not_fit_are_refused() {
     let (x, weight, rstd) = (normal_tensor(1, &[3, 4]), normal_tensor(2, &[4]), normal_tensor(3, &[2]));
     let saved = rms_norm::Saved { x: &x, weight: &weight, rstd: &rstd };
     let targets = (unset(&[3, 4]), unset(&[4]));
-    assert!(rms_norm::backward(&mut ctx, saved, &x, (&targets.0, Store::Set), (&targets.1, Store::Set)).is_err());
+    assert!(rms_norm::backward(&mut ctx, saved, &x, (&targets.0, Store::Set), Some((&targets.1, Store::Set))).is_err());
 }

@@ -139,7 +139,6 @@ impl Kept {
         if ctx.precision() == Precision::F32 {
             return gemm(ctx, a, b, c, store);
         }
-        assert_eq!((a.cols, a.rows * b.cols), (b.rows, c.len()), "gemm shapes");
         let fresh = |kept: &(u64, Family, Packed)| (kept.0, kept.1) == (version, ctx.family());
         if !self.0.as_ref().is_some_and(fresh) {
             if let Some((_, _, stale)) = self.0.take() {
@@ -154,10 +153,28 @@ impl Kept {
 
 /// C (m, n) = A (m, k) B (k, n), or C + A B. C is row-major.
 pub fn gemm(ctx: &mut Ctx, a: Matrix, b: Matrix, c: &mut [f32], store: Store) {
-    assert_eq!((a.cols, a.rows * b.cols), (b.rows, c.len()), "gemm shapes");
     let packed = pack(ctx, b);
     multiply_packed(ctx, a, (b, &packed), c, store);
     packed.recycle(ctx);
+}
+
+/// `gemm` into the `b.cols` columns from `first` on of a C with rows of `stride` elements; the others are left alone.
+pub fn gemm_columns(ctx: &mut Ctx, a: Matrix, b: Matrix, (c, stride, first): (&mut [f32], usize, usize), store: Store) {
+    assert_eq!((a.cols, a.rows * stride), (b.rows, c.len()), "gemm shapes");
+    assert!(first + b.cols <= stride, "{} columns from {first} on in rows of {stride}", b.cols);
+    let c = &mut c[first.min(a.rows * stride)..];
+    match ctx.precision() {
+        Precision::F32 => {
+            let packed = panels(ctx, b);
+            multiply::<f32>(ctx.family(), a, &packed, b.cols, (c, stride), store);
+            ctx.recycle(packed);
+        }
+        Precision::Bf16 => {
+            let packed = panels(ctx, b);
+            multiply::<Bf16x2>(ctx.family(), a, &packed, b.cols, (c, stride), store);
+            ctx.recycle(packed);
+        }
+    }
 }
 
 /// Packs B (k, n) for `multiply_packed`, in parallel.
@@ -183,19 +200,28 @@ fn panels<E: Factor>(ctx: &Ctx, b: Matrix) -> Vec<E> {
 
 /// `gemm` with B (k, n) packed before.
 pub fn multiply_packed(ctx: &Ctx, a: Matrix, (b, packed): (Matrix, &Packed), c: &mut [f32], store: Store) {
+    assert_eq!((a.cols, a.rows * b.cols), (b.rows, c.len()), "gemm shapes");
     match packed {
-        Packed::F32(packed) => multiply(ctx.family(), a, packed, b.cols, c, store),
-        Packed::Bf16(packed) => multiply(ctx.family(), a, packed, b.cols, c, store),
+        Packed::F32(packed) => multiply(ctx.family(), a, packed, b.cols, (c, b.cols), store),
+        Packed::Bf16(packed) => multiply(ctx.family(), a, packed, b.cols, (c, b.cols), store),
         #[cfg(target_os = "macos")]
         Packed::InPlace => {
             if !accelerate::gemm(a, b, c, store) {
-                multiply(ctx.family(), a, &panels::<f32>(ctx, b), b.cols, c, store);
+                multiply(ctx.family(), a, &panels::<f32>(ctx, b), b.cols, (c, b.cols), store);
             }
         }
     }
 }
 
-fn multiply<E: Factor>(family: Family, a: Matrix, packed: &[E], n: usize, c: &mut [f32], store: Store) {
+/// Into C, whose rows lie `stride` apart and end with the slice.
+fn multiply<E: Factor>(
+    family: Family,
+    a: Matrix,
+    packed: &[E],
+    n: usize,
+    (c, stride): (&mut [f32], usize),
+    store: Store,
+) {
     let (m, k) = (a.rows, a.cols);
     a.check();
     if m == 0 || n == 0 {
@@ -203,14 +229,14 @@ fn multiply<E: Factor>(family: Family, a: Matrix, packed: &[E], n: usize, c: &mu
     }
     if k == 0 {
         if store == Store::Set {
-            c.fill(0.0);
+            c.chunks_mut(stride).for_each(|row| row[..n].fill(0.0));
         }
         return;
     }
     let width = panel_width(family, n);
     let rows = block_rows(family, m, width);
     let steps = k.div_ceil(E::STEPS);
-    c.par_chunks_mut(rows * n).enumerate().for_each(|(block, c)| {
+    c.par_chunks_mut(rows * stride).enumerate().for_each(|(block, c)| {
         let a = a.rows(block * rows, (block * rows + rows).min(m));
         for start in (0..steps).step_by(K_BLOCK) {
             let end = (start + K_BLOCK).min(steps);
@@ -222,7 +248,7 @@ fn multiply<E: Factor>(family: Family, a: Matrix, packed: &[E], n: usize, c: &mu
                 |a| {
                     for (panel, packed) in packed.chunks_exact(steps * width).enumerate() {
                         let (column, cols) = (panel * width, width.min(n - panel * width));
-                        let out = Tile { c: &mut c[column..], stride: n, cols, store };
+                        let out = Tile { c: &mut c[column..], stride, cols, store };
                         multiply_tiles(family, width, a, &packed[start * width..end * width], out);
                     }
                 },
@@ -340,6 +366,31 @@ mod tests {
             let want = reference(ctx.precision(), a, b, &c, Store::Set);
             gemm(&mut ctx, a, b, &mut c, Store::Set);
             assert!(c.iter().zip(&want).all(|(got, want)| (f64::from(*got) - want).abs() < 2e-5));
+        }
+    }
+
+    #[test]
+    fn a_product_goes_into_some_columns_and_touches_no_others() {
+        for mut ctx in contexts() {
+            for (m, k, n, stride, first) in
+                [(1, 3, 2, 7, 5), (50, 8, 40, 100, 30), (13, 0, 16, 20, 4), (301, 70, 64, 64, 0)]
+            {
+                for store in [Store::Set, Store::Add] {
+                    let (a, b) = (numbers(1, m * k), numbers(2, k * n));
+                    let (a, b) = (Matrix::new(&a, m, k), Matrix::new(&b, k, n));
+                    let before = numbers(3, m * stride);
+                    let columns =
+                        |all: &[f32]| all.chunks(stride).flat_map(|r| r[first..first + n].to_vec()).collect::<Vec<_>>();
+                    let want = reference(ctx.precision(), a, b, &columns(&before), store);
+                    let mut c = before.clone();
+                    gemm_columns(&mut ctx, a, b, (&mut c, stride, first), store);
+                    for (got, want) in columns(&c).iter().zip(&want) {
+                        assert!((f64::from(*got) - want).abs() < 5e-5, "{m}x{k}x{n}: {got}, expected {want}");
+                    }
+                    let outside = |i: usize| !(first..first + n).contains(&(i % stride));
+                    assert!((0..c.len()).filter(|i| outside(*i)).all(|i| c[i] == before[i]));
+                }
+            }
         }
     }
 

@@ -14,7 +14,6 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use super::report::{Event, Interrupt, Report};
-use super::run_folder;
 use crate::device;
 use crate::engine::batch::{Batch, Finish, Job};
 use crate::engine::draft::Draft;
@@ -510,7 +509,7 @@ fn verify(engine: &mut Engine, jobs: Vec<Job>, summary: &mut SampleSummary) -> R
 
 /// An engine over a copy of a model's weights.
 pub fn engine(model: &Gpt, kind: WeightType, family: Family) -> Result<Engine> {
-    let tensors = run_folder::tensors(model)?;
+    let tensors = model.tensors()?;
     Engine::new(Ctx::cpu(family), &model.config, kind, |name, _| {
         let found = tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
         found.ok_or_else(|| Error::op("engine", "every weight of the model", format!("no {name}")))

@@ -1,0 +1,219 @@
+//! A low-rank correction beside a frozen linear layer: its settings, its parameters under PEFT's names, its place on the tape.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::nn::dropout::Dropout;
+use crate::nn::parameter::{Parameter, Part, Role};
+use crate::ops::ctx::{Ctx, Value};
+use crate::ops::gemm::Store;
+use crate::ops::{dropout, lora, storage};
+use crate::random::{Purpose, Stream};
+use crate::tape::{Gradients, Var};
+
+/// A projection that can be corrected, as flags name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Target {
+    Q,
+    K,
+    V,
+    O,
+    Gate,
+    Up,
+    Down,
+    Head,
+}
+
+impl Target {
+    pub const ALL: [Target; 8] =
+        [Target::Q, Target::K, Target::V, Target::O, Target::Gate, Target::Up, Target::Down, Target::Head];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Target::Q => "q",
+            Target::K => "k",
+            Target::V => "v",
+            Target::O => "o",
+            Target::Gate => "gate",
+            Target::Up => "up",
+            Target::Down => "down",
+            Target::Head => "head",
+        }
+    }
+
+    /// The module's name in Hugging Face's models.
+    pub fn module(self) -> &'static str {
+        match self {
+            Target::Q => "q_proj",
+            Target::K => "k_proj",
+            Target::V => "v_proj",
+            Target::O => "o_proj",
+            Target::Gate => "gate_proj",
+            Target::Up => "up_proj",
+            Target::Down => "down_proj",
+            Target::Head => "lm_head",
+        }
+    }
+
+    /// The projection whose weight has that name.
+    pub fn of_weight(name: &str) -> Option<Self> {
+        let module = name.strip_suffix(".weight")?.rsplit('.').next()?;
+        Self::ALL.into_iter().find(|target| target.module() == module)
+    }
+}
+
+/// What is corrected, and how.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraSettings {
+    /// r: rows of A, columns of B.
+    pub rank: usize,
+    /// The correction is scaled by alpha / r, or by alpha / sqrt(r) with `rslora`.
+    pub alpha: f32,
+    /// The share of inputs of A that are dropped in training.
+    pub dropout: f32,
+    /// Rank-stabilised scale (Kalajdzievski, arXiv 2312.03732).
+    pub rslora: bool,
+    /// Sorted, each once.
+    pub targets: Vec<Target>,
+}
+
+impl LoraSettings {
+    pub fn scale(&self) -> f32 {
+        let rank = self.rank as f32;
+        self.alpha / if self.rslora { rank.sqrt() } else { rank }
+    }
+
+    /// Whether the weight of that name is corrected.
+    pub fn corrects(&self, name: &str) -> bool {
+        Target::of_weight(name).is_some_and(|target| self.targets.contains(&target))
+    }
+
+    pub fn validate(&self) -> Result<()> {
+        if self.rank == 0 || self.rank > 1 << 12 {
+            return Err(Error::usage(format!("a rank of {}", self.rank)).with_hint("--rank is from 1 to 4096"));
+        }
+        if !self.alpha.is_finite() || self.alpha == 0.0 {
+            let what = format!("an alpha of {}", self.alpha);
+            return Err(Error::usage(what).with_hint("--alpha is a number that is not 0; twice the rank is usual"));
+        }
+        if self.targets.is_empty() {
+            let all = Target::ALL.map(Target::name).join(",");
+            return Err(Error::usage("no targets to adapt").with_hint(format!("--targets takes some of {all}")));
+        }
+        Ok(())
+    }
+}
+
+/// The names in an adapter file of A and B for the weight of that name.
+pub fn names(weight: &str) -> [String; 2] {
+    let module = weight.strip_suffix(".weight").unwrap_or(weight);
+    ["A", "B"].map(|factor| format!("base_model.model.{module}.lora_{factor}.weight"))
+}
+
+/// The correction of a layer of one or more parts.
+#[derive(Debug)]
+pub struct Lora {
+    pub a: Arc<Parameter>,
+    pub b: Arc<Parameter>,
+    segments: Vec<lora::Segment>,
+    scale: f32,
+    dropout: f32,
+    /// Tells the corrections of a model apart.
+    site: u64,
+}
+
+impl Lora {
+    /// The correction of those of `parts` that the settings name, if there are any; `input` is the layer's. A is uniform in
+    /// +-1/sqrt(in), B zero: the layer starts as it was.
+    pub fn new(settings: &LoraSettings, parts: &[Part], input: usize, (seed, site): (u64, u64)) -> Option<Self> {
+        let rank = settings.rank;
+        let (mut segments, mut a_parts, mut b_parts, mut rows) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        for part in parts.iter().filter(|part| settings.corrects(&part.name)) {
+            let [a, b] = names(&part.name);
+            let at = segments.len() * rank;
+            let own = rows..rows + part.rows.len();
+            a_parts.push(Part { name: a, rows: at..at + rank });
+            b_parts.push(Part { name: b, rows: own.clone() });
+            rows = own.end;
+            segments.push(lora::Segment { columns: part.rows.clone(), rows: own });
+        }
+        if segments.is_empty() {
+            return None;
+        }
+        let (stream, bound) = (Stream::new(seed, Purpose::Adapter), 1.0 / (input as f32).sqrt());
+        let ranks = rank * segments.len();
+        let init = (0..ranks * input).map(|i| bound * (2.0 * stream.uniform(site, i as u32) - 1.0)).collect();
+        let a = Arc::new(Parameter::new(Role::Matrix, a_parts, &[ranks, input], init));
+        let b = Arc::new(Parameter::new(Role::Matrix, b_parts, &[rows, rank], vec![0.0; rows * rank]));
+        Some(Self { a, b, segments, scale: settings.scale(), dropout: settings.dropout, site })
+    }
+
+    fn factors(&self) -> lora::Factors<'_> {
+        lora::Factors { a: self.a.master(), b: self.b.master(), segments: &self.segments, scale: self.scale }
+    }
+
+    /// Adds the correction for x (N, in) to the layer's y (N, out).
+    pub fn forward(&self, ctx: &mut Ctx, x: &Value, y: &Value, pass: Dropout) -> Result<Saved> {
+        let mask = pass.adapter_mask(self.dropout, self.site);
+        let x = match mask {
+            Some(mask) => dropout::forward(ctx, x, mask)?,
+            None => x.clone(),
+        };
+        let u = lora::forward(ctx, &x, self.factors(), y)?;
+        Ok(Saved { x, u, mask })
+    }
+
+    /// From dy (N, out): the gradients of the factors, and what the correction adds to the gradient of the layer's `x`.
+    pub fn backward(&self, ctx: &mut Ctx, saved: &Saved, dy: &Value, x: &Var, gradients: &mut Gradients) -> Result<()> {
+        let mut du = None;
+        self.a.write_gradient(|da, a_store| {
+            self.b.write_gradient(|db, b_store| {
+                let inputs = (&*saved.x, &*saved.u);
+                du = Some(lora::backward(ctx, inputs, self.factors(), dy, (da, a_store), (db, b_store))?);
+                Ok(())
+            })
+        })?;
+        let du = du.expect("the closure ran, or its error was returned");
+        gradients.write(ctx, x, |ctx, dx, store| match saved.mask {
+            None => lora::backward_input(ctx, &du, self.a.master(), (dx, store)),
+            Some(mask) => {
+                let masked = ctx.vec::<f32>(dx.elem_count());
+                let masked = ctx.value(masked, dx.shape());
+                lora::backward_input(ctx, &du, self.a.master(), (&masked, Store::Set))?;
+                dropout::backward(ctx, &masked, mask, (dx, store))
+            }
+        })
+    }
+
+    /// The gradients of the factors from that of the corrected weight (out, in) itself, for a layer of one part whose product
+    /// is taken with the merged weight: dB = scale dW A^T, dA = scale B^T dW.
+    pub fn backward_merged(&self, ctx: &mut Ctx, dweight: &Value) -> Result<()> {
+        self.a.write_gradient(|da, a_store| {
+            self.b.write_gradient(|db, b_store| {
+                lora::backward_merged(ctx, self.factors(), dweight, (da, a_store), (db, b_store))
+            })
+        })
+    }
+
+    /// Adds the correction to a copy of the layer's weight (out, in).
+    pub fn add_to(&self, weight: &mut [f32]) -> Result<()> {
+        let a = storage::read::<f32>("lora", self.a.master())?;
+        let b = storage::read::<f32>("lora", self.b.master())?;
+        let (input, rank) = (self.a.master().dims()[1], self.b.master().dims()[1]);
+        for (i, lora::Segment { columns, rows }) in self.segments.iter().enumerate() {
+            let weight = &mut weight[columns.start * input..columns.end * input];
+            let a = &a[i * rank * input..(i + 1) * rank * input];
+            lora::merge(weight, a, &b[rows.start * rank..rows.end * rank], rank, self.scale);
+        }
+        Ok(())
+    }
+}
+
+/// What the backward of a correction needs.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    /// The input after dropout.
+    x: Value,
+    u: Value,
+    mask: Option<dropout::Mask>,
+}
