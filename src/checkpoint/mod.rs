@@ -1,5 +1,6 @@
 //! Runs and models on disk. A model is a Hugging Face folder; a run is one with `steps/` beside it (checkpoints/README.md).
 
+pub mod adapter;
 pub mod config_json;
 pub mod foreign;
 pub mod lock;
@@ -22,11 +23,15 @@ pub fn resolve(given: Option<&Path>) -> Result<PathBuf> {
     resolve_in(Path::new(RUNS), given)
 }
 
-/// The SHA-256 of a model folder's config and weights, as hexadecimal digits.
+/// The SHA-256 of the config and the weights of a model or an adapter, as hexadecimal digits.
 pub fn hash(folder: &Path) -> Result<String> {
     let entries = std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
     let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-    files.retain(|path| path.ends_with("config.json") || path.extension().is_some_and(|e| e == "safetensors"));
+    let configs = ["config.json", adapter::CONFIG];
+    let counts = |path: &Path| {
+        configs.iter().any(|name| path.ends_with(name)) || path.extension().is_some_and(|e| e == "safetensors")
+    };
+    files.retain(|path| counts(path));
     files.sort();
     let mut sum = Sha256::new();
     files.iter().try_for_each(|path| atomic::hash_file(path, &mut sum))?;
@@ -57,14 +62,20 @@ pub fn draft_of(target: &Path) -> PathBuf {
 
 /// The folder below `runs` whose model was written last. A draft is found through its target, so it is none itself.
 fn newest_run(runs: &Path) -> Option<PathBuf> {
-    let complete = |folder: &Path| folder.join("config.json").is_file() && folder.join("model.safetensors").is_file();
+    let weights = |folder: &Path| match adapter::is_adapter(folder) {
+        true => folder.join(adapter::MODEL),
+        false => folder.join(model_folder::MODEL),
+    };
+    let complete = |folder: &Path| {
+        (folder.join("config.json").is_file() || adapter::is_adapter(folder)) && weights(folder).is_file()
+    };
     let is_draft = |folder: &Path| {
         let target = folder.file_name().and_then(|n| n.to_str()?.strip_suffix(DRAFT));
         target.is_some_and(|target| complete(&runs.join(target)))
     };
     let models = std::fs::read_dir(runs).ok()?.flatten().filter_map(|entry| {
         let folder = entry.path();
-        let written = folder.join("model.safetensors").metadata().ok()?.modified().ok()?;
+        let written = weights(&folder).metadata().ok()?.modified().ok()?;
         (complete(&folder) && !is_draft(&folder)).then_some((written, folder))
     });
     models.max().map(|(_, folder)| folder)

@@ -4,6 +4,7 @@
 //! Written by `model_folder` and `steps`; read by them and by everything that builds a model. What must stay true: equal
 //! tensors give equal bytes, and no more than one tensor of a file is in memory beside what the caller keeps.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -20,15 +21,86 @@ use crate::error::{Error, Result};
 use crate::files::atomic::{Fill, Sink};
 use crate::nn::parameter::NamedTensor;
 
-const SINGLE: &str = "model.safetensors";
+pub const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Tensors to be written as a safetensors file, without a second copy of them in memory.
+/// What numbers are stored in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl StoredType {
+    pub const ALL: [StoredType; 3] = [StoredType::F32, StoredType::Bf16, StoredType::F16];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            StoredType::F32 => "f32",
+            StoredType::Bf16 => "bf16",
+            StoredType::F16 => "f16",
+        }
+    }
+
+    /// The name in PyTorch.
+    pub fn torch_name(self) -> &'static str {
+        match self {
+            StoredType::F32 => "float32",
+            StoredType::Bf16 => "bfloat16",
+            StoredType::F16 => "float16",
+        }
+    }
+
+    pub fn named(name: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|stored| stored.name() == name)
+            .ok_or_else(|| Error::usage(format!("a dtype `{name}`")).with_hint("one of: f32, bf16, f16"))
+    }
+
+    fn dtype(self) -> Dtype {
+        match self {
+            StoredType::F32 => Dtype::F32,
+            StoredType::Bf16 => Dtype::BF16,
+            StoredType::F16 => Dtype::F16,
+        }
+    }
+
+    fn bytes(self) -> usize {
+        if self == StoredType::F32 { 4 } else { 2 }
+    }
+
+    fn push(self, numbers: &[f32], bytes: &mut Vec<u8>) {
+        match self {
+            StoredType::F32 => bytes.extend(numbers.iter().flat_map(|x| x.to_le_bytes())),
+            StoredType::Bf16 => bytes.extend(numbers.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes())),
+            StoredType::F16 => bytes.extend(numbers.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes())),
+        }
+    }
+}
+
+/// Tensors in f32 to be written as a safetensors file, without a second copy of them in memory.
 pub struct Tensors<'a>(pub &'a [NamedTensor]);
 
 impl Fill for Tensors<'_> {
     fn fill(&self, sink: &mut Sink) -> Result<()> {
         encode(self.0, &mut |bytes| sink.write(bytes))
+    }
+}
+
+/// Tensors that are made one after the other while they are written.
+pub struct Made<'a> {
+    /// Name, shape and type of each.
+    pub tensors: &'a [(String, Vec<usize>, StoredType)],
+    pub get: &'a dyn Fn(&str, &[usize]) -> Result<Vec<f32>>,
+}
+
+impl Fill for Made<'_> {
+    fn fill(&self, sink: &mut Sink) -> Result<()> {
+        encode_with(self.tensors.to_vec(), &|name, shape| (self.get)(name, shape).map(Cow::Owned), &mut |bytes| {
+            sink.write(bytes)
+        })
     }
 }
 
@@ -42,18 +114,29 @@ pub fn to_bytes(tensors: &[NamedTensor]) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Sorted by name and with one metadata key, because the crate orders metadata at random.
 fn encode(tensors: &[NamedTensor], write: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
-    let mut sorted: Vec<&NamedTensor> = tensors.iter().collect();
-    sorted.sort_by(|a, b| a.name.cmp(&b.name));
-    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].name == pair[1].name) {
-        return Err(Error::op("safetensors", "every name once", format!("{} twice", pair[0].name)));
+    let list = tensors.iter().map(|t| (t.name.clone(), t.shape.clone(), StoredType::F32)).collect();
+    let by_name: BTreeMap<&str, &[f32]> = tensors.iter().map(|t| (t.name.as_str(), t.data.as_slice())).collect();
+    encode_with(list, &|name, _| Ok(Cow::Borrowed(by_name[name])), write)
+}
+
+type Get<'a> = dyn Fn(&str, &[usize]) -> Result<Cow<'a, [f32]>> + 'a;
+
+/// Sorted by name and with one metadata key, because the crate orders metadata at random.
+fn encode_with(
+    mut tensors: Vec<(String, Vec<usize>, StoredType)>,
+    get: &Get,
+    write: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    tensors.sort_by(|a, b| a.0.cmp(&b.0));
+    if let Some(pair) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        return Err(Error::op("safetensors", "every name once", format!("{} twice", pair[0].0)));
     }
     let mut end = 0;
-    let infos = sorted.iter().map(|t| {
+    let infos = tensors.iter().map(|(name, shape, stored)| {
         let start = end;
-        end += 4 * t.data.len();
-        (t.name.clone(), TensorInfo { dtype: Dtype::F32, shape: t.shape.clone(), data_offsets: (start, end) })
+        end += stored.bytes() * shape.iter().product::<usize>();
+        (name.clone(), TensorInfo { dtype: stored.dtype(), shape: shape.clone(), data_offsets: (start, end) })
     });
     let format = [("format".to_owned(), "pt".to_owned())].into();
     let header = Metadata::new(Some(format), infos.collect())
@@ -63,10 +146,20 @@ fn encode(tensors: &[NamedTensor], write: &mut dyn FnMut(&[u8]) -> Result<()>) -
     write(&(header.len() as u64).to_le_bytes())?;
     write(&header)?;
     let mut buffer = Vec::with_capacity(4 << 14);
-    for chunk in sorted.iter().flat_map(|t| t.data.chunks(1 << 14)) {
-        buffer.clear();
-        buffer.extend(chunk.iter().flat_map(|x| x.to_le_bytes()));
-        write(&buffer)?;
+    for (name, shape, stored) in &tensors {
+        let data = get(name, shape)?;
+        if data.len() != shape.iter().product::<usize>() {
+            return Err(Error::op(
+                "safetensors",
+                format!("{name} of shape {shape:?}"),
+                format!("{} numbers", data.len()),
+            ));
+        }
+        for chunk in data.chunks(1 << 14) {
+            buffer.clear();
+            stored.push(chunk, &mut buffer);
+            write(&buffer)?;
+        }
     }
     Ok(())
 }
@@ -147,6 +240,12 @@ impl Weights {
         self.entries
             .iter()
             .map(|(name, e)| (name.as_str(), format!("{:?}", e.dtype).to_lowercase(), e.shape.as_slice()))
+    }
+
+    /// What a tensor is stored in, if that is a type that can be written.
+    pub fn stored(&self, name: &str) -> Option<StoredType> {
+        let dtype = self.entries.get(name)?.dtype;
+        StoredType::ALL.into_iter().find(|stored| stored.dtype() == dtype)
     }
 
     pub fn contains(&self, name: &str) -> bool {

@@ -41,6 +41,10 @@ pub enum Command {
     Train(TrainArgs),
     /// Train a small model to say what a large one would, as its draft
     Distill(Box<DistillArgs>),
+    /// Teach a model to write like a text: adapters beside its weights, or all of them
+    Finetune(Box<FinetuneArgs>),
+    /// Make one model of a base and its adapters
+    Merge(MergeArgs),
     /// Continue a prompt
     Sample(Box<SampleArgs>),
     /// Loss, perplexity and bits per byte of a checkpoint on a text; with --type or --kv flags, those of sampling
@@ -130,9 +134,69 @@ pub struct DistillArgs {
 }
 
 #[derive(Debug, Args)]
+pub struct FinetuneArgs {
+    /// The base, a model folder; the newest run if not given
+    pub checkpoint: Option<PathBuf>,
+    /// Rank of the adapters; chosen from the size of the text if not given
+    #[arg(long, value_name = "R", conflicts_with = "full")]
+    pub rank: Option<usize>,
+    /// Their scale times the rank, or times its root with --rslora [default: twice the rank]
+    #[arg(long, value_name = "ALPHA", allow_negative_numbers = true, conflicts_with = "full")]
+    pub alpha: Option<f32>,
+    /// Projections that are adapted: some of q,k,v,o,gate,up,down,head, or all [default: all but head]
+    #[arg(long, value_name = "LIST", conflicts_with = "full")]
+    pub targets: Option<String>,
+    /// Scale by alpha over the root of the rank
+    #[arg(long, conflicts_with = "full")]
+    pub rslora: bool,
+    /// Keep the base in 8 or 4 bits while its adapters are trained [8 if no number follows]
+    #[arg(long, value_name = "BITS", num_args = 0..=1, default_missing_value = "8", conflicts_with = "full")]
+    pub quantized: Option<String>,
+    /// Train all weights instead of adapters
+    #[arg(long)]
+    pub full: bool,
+    /// Settings of the run that neither flags nor the text say; a built-in preset, or a TOML file [default: tiny]
+    #[arg(long, value_name = "NAME")]
+    pub preset: Option<String>,
+    /// Folder of the run; by default a new one in checkpoints/, named after the base and the text
+    #[arg(long, short, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Go on from the newest saved state of the run
+    #[arg(long)]
+    pub resume: bool,
+    #[command(flatten)]
+    pub flags: PresetFlags,
+}
+
+#[derive(Debug, Args)]
+pub struct MergeArgs {
+    /// The base, or an adapter that knows its base; the newest run if not given
+    pub checkpoint: Option<PathBuf>,
+    /// An adapter to merge, and a scale for it; may be given several times
+    #[arg(long, value_name = "DIR[:SCALE]")]
+    pub adapter: Vec<String>,
+    /// Folder for the model
+    #[arg(long, short, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Store weights as f32, bf16 or f16 [default: as the base has them]
+    #[arg(long, value_name = "DTYPE")]
+    pub dtype: Option<String>,
+}
+
+/// Adapters for a checkpoint.
+#[derive(Clone, Debug, Args)]
+pub struct AdapterArgs {
+    /// An adapter to add to the checkpoint, and a scale for it; may be given several times
+    #[arg(long, value_name = "DIR[:SCALE]")]
+    pub adapter: Vec<String>,
+}
+
+#[derive(Debug, Args)]
 pub struct SampleArgs {
     /// A model folder; the newest run if not given
     pub checkpoint: Option<PathBuf>,
+    #[command(flatten)]
+    pub adapters: AdapterArgs,
     /// Text to continue; @FILE reads a file, - reads standard input
     #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
     pub prompt: String,
@@ -286,6 +350,8 @@ pub struct DoctorArgs {
 pub struct EvalArgs {
     /// A model folder; the newest run if not given
     pub checkpoint: Option<PathBuf>,
+    #[command(flatten)]
+    pub adapters: AdapterArgs,
     /// Text to evaluate on; the run's own data if not given
     #[arg(long, value_name = "DATA")]
     pub data: Option<String>,
@@ -313,6 +379,8 @@ pub struct EvalArgs {
 pub struct ScoreArgs {
     /// A model folder; the newest run if not given
     pub checkpoint: Option<PathBuf>,
+    #[command(flatten)]
+    pub adapters: AdapterArgs,
     /// The text itself
     #[arg(
         long,
@@ -419,6 +487,12 @@ pub struct TrainBenchArgs {
     /// What the products multiply: f32, bf16 or auto
     #[arg(long, value_name = "DTYPE", default_value = "f32")]
     pub dtype: String,
+    /// Train adapters of this rank beside a frozen base
+    #[arg(long, value_name = "R")]
+    pub rank: Option<usize>,
+    /// Keep that base in 8 or 4 bits
+    #[arg(long, value_name = "BITS", requires = "rank")]
+    pub quantized: Option<u32>,
 }
 
 #[derive(Debug, Args)]

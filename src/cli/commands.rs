@@ -1,29 +1,32 @@
 //! Each command: its flags become a recipe's config, the recipe runs inside the one thread pool, the result is shown.
 
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::CommandFactory;
 use serde::Serialize;
 
 use super::args::{
-    BenchArgs, BenchCommand, Cli, Command, DataCommand, DistillArgs, DoctorArgs, EngineArgs, EvalArgs, Global,
-    SampleArgs, SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
+    AdapterArgs, BenchArgs, BenchCommand, Cli, Command, DataCommand, DistillArgs, DoctorArgs, EngineArgs, EvalArgs,
+    FinetuneArgs, Global, MergeArgs, SampleArgs, SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
 };
 use super::flags::DataFlags;
 use super::terminal::{Terminal, out};
 use super::{flags, show};
 use crate::device;
 use crate::error::{Error, Result};
+use crate::model::gpt::Adaptation;
+use crate::ops::blocks::Format;
 use crate::ops::simd::Family;
 use crate::preset::{BUILT_IN, Preset};
+use crate::recipes::bench::LoraSettings;
 use crate::recipes::report::Interrupt;
 use crate::recipes::sample::memory::Budget;
 use crate::recipes::sample::prompts::{self, Prompt};
 use crate::recipes::sample::settings::Given;
 use crate::recipes::sample::{CacheSettings, CacheType, DraftChoice, Marks, Quantization, SampleConfig, WeightType};
 use crate::recipes::train::TrainConfig;
-use crate::recipes::{bench, data, distill, doctor, eval, inspect, plan, sample, tokenizer, train};
+use crate::recipes::{bench, data, distill, doctor, eval, finetune, inspect, merge, plan, sample, tokenizer, train};
 
 /// Runs one command to its end.
 pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
@@ -39,6 +42,8 @@ pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
     pool.install(|| match cli.command {
         Command::Train(args) => train_command(args, &global, family, interrupt),
         Command::Distill(args) => distill_command(*args, &global, family, interrupt),
+        Command::Finetune(args) => finetune_command(*args, &global, family, interrupt),
+        Command::Merge(args) => merge_command(args, &global),
         Command::Sample(args) => sample_command(*args, &global, family, interrupt),
         Command::Eval(args) => eval_command(args, &global, family),
         Command::Score(args) => score_command(args, &global, family),
@@ -120,6 +125,52 @@ fn distill_command(args: DistillArgs, global: &Global, family: Family, interrupt
     print(&summary, global, |_| ())
 }
 
+fn finetune_command(args: FinetuneArgs, global: &Global, family: Family, interrupt: &Interrupt) -> Result<()> {
+    let quantized = |text: &String| {
+        let bits = text.parse().map_err(|_| {
+            Error::usage(format!("--quantized {text}")).with_hint("it takes 8 or 4; put the checkpoint before it")
+        })?;
+        Format::of_bits(bits)
+    };
+    let lora = finetune::LoraGiven {
+        rank: args.rank,
+        alpha: args.alpha,
+        targets: args.targets.as_deref().map(finetune::targets).transpose()?,
+        rslora: args.rslora,
+        base: args.quantized.as_ref().map(quantized).transpose()?,
+    };
+    let train = TrainConfig {
+        preset: args.preset,
+        given: args.flags.checked()?,
+        out: args.out,
+        resume: args.resume,
+        init_from: None,
+        offline: global.offline,
+        family,
+    };
+    let config = finetune::FinetuneConfig { checkpoint: args.checkpoint, lora: (!args.full).then_some(lora), train };
+    let mut terminal = Terminal::new();
+    let summary = finetune::run(&config, &mut terminal, interrupt);
+    terminal.finish();
+    let summary = summary?;
+    show::finetune(&summary, global.json);
+    print(&summary, global, |_| ())
+}
+
+fn merge_command(args: MergeArgs, global: &Global) -> Result<()> {
+    let config = merge::MergeConfig {
+        checkpoint: args.checkpoint,
+        adapters: adapters(&args.adapter)?,
+        out: args.out,
+        stored: args.dtype.as_deref().map(merge::StoredType::named).transpose()?,
+    };
+    print(&merge::run(&config, &mut Terminal::new())?, global, show::merged)
+}
+
+fn adapters(given: &[String]) -> Result<Vec<(PathBuf, f32)>> {
+    given.iter().map(|text| merge::adapter(text)).collect()
+}
+
 fn sample_command(args: SampleArgs, global: &Global, family: Family, interrupt: &Interrupt) -> Result<()> {
     let (interactive, jsonl) = (args.interactive, args.jsonl);
     let config = sample_config(args, family)?;
@@ -151,6 +202,7 @@ pub fn sample_config(args: SampleArgs, family: Family) -> Result<SampleConfig> {
     let engine = &args.engine;
     Ok(SampleConfig {
         checkpoint: args.checkpoint,
+        adapters: adapters(&args.adapters.adapter)?,
         width: args.batch.unwrap_or(8),
         prompts,
         max_tokens: args.max_tokens,
@@ -296,13 +348,34 @@ fn tokenizer_command(command: TokenizerCommand, global: &Global) -> Result<()> {
 }
 
 fn eval_command(args: EvalArgs, global: &Global, family: Family) -> Result<()> {
-    let EvalArgs { checkpoint, data, whole, test, validation, context, stride, engine } = args;
+    let EvalArgs {
+        checkpoint,
+        adapters: AdapterArgs { adapter },
+        data,
+        whole,
+        test,
+        validation,
+        context,
+        stride,
+        engine,
+    } = args;
     let asked = cache(&engine)?;
     let kind = engine.r#type.as_deref().map(WeightType::named).transpose()?;
     let engine = (kind.is_some() || asked != CacheSettings::default()).then_some((kind, asked));
     let offline = global.offline;
-    let config =
-        eval::EvalConfig { checkpoint, data, whole, test, validation, context, stride, engine, offline, family };
+    let config = eval::EvalConfig {
+        checkpoint,
+        adapters: adapters(&adapter)?,
+        data,
+        whole,
+        test,
+        validation,
+        context,
+        stride,
+        engine,
+        offline,
+        family,
+    };
     print(&eval::run(&config, &mut Terminal::new())?, global, show::eval)
 }
 
@@ -312,7 +385,8 @@ fn score_command(args: ScoreArgs, global: &Global, family: Family) -> Result<()>
         (None, Some(path)) => text_file(path)?,
         (None, None) => return Err(Error::usage("no text").with_hint("give --text or --file")),
     };
-    let config = eval::ScoreConfig { checkpoint: args.checkpoint, text, family };
+    let adapters = adapters(&args.adapters.adapter)?;
+    let config = eval::ScoreConfig { checkpoint: args.checkpoint, adapters, text, family };
     print(&eval::score(&config, &mut Terminal::new())?, global, show::score)
 }
 
@@ -329,10 +403,15 @@ fn bench_command(command: BenchCommand, global: &Global, family: Family) -> Resu
         let given = flags::checked(&flags::pairs(&args.set)?)?;
         let BenchArgs { preset, batch, context, steps, .. } = args;
         let (checkpoint, dtype, kind) = (None, "f32".to_owned(), WeightType::F32);
-        Ok(bench::BenchConfig { checkpoint, preset, given, batch, context, dtype, kind, steps, family })
+        let adaptation = None;
+        Ok(bench::BenchConfig { checkpoint, preset, given, batch, context, dtype, adaptation, kind, steps, family })
     };
     let summary = match command {
-        BenchCommand::Train(args) => bench::train(&bench::BenchConfig { dtype: args.dtype, ..config(args.shape)? })?,
+        BenchCommand::Train(args) => {
+            let base = args.quantized.map(Format::of_bits).transpose()?;
+            let adaptation = args.rank.map(|rank| Adaptation { base, lora: LoraSettings::of_rank(rank), seed: 0 });
+            bench::train(&bench::BenchConfig { dtype: args.dtype, adaptation, ..config(args.shape)? })?
+        }
         BenchCommand::Decode(args) => {
             let kind = WeightType::named(&args.r#type)?;
             let checkpoint = args.checkpoint;

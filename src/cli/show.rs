@@ -8,7 +8,9 @@ use crate::recipes::data::{DataInfo, Fetched, List, Shown};
 use crate::recipes::distill::DistillSummary;
 use crate::recipes::doctor::Diagnosis;
 use crate::recipes::eval::{EvalSummary, ScoreSummary};
+use crate::recipes::finetune::FinetuneSummary;
 use crate::recipes::inspect::Inspection;
+use crate::recipes::merge::MergeSummary;
 use crate::recipes::plan::DryRun;
 use crate::recipes::sample::SampleSummary;
 use crate::recipes::tokenizer;
@@ -121,6 +123,45 @@ pub fn distill(s: &DistillSummary, json: bool) {
         "{text}\nnext:\n  gpt sample {teacher}{draft}\n  gpt eval {place}\n  {again} --steps {}",
         2 * s.train.steps
     ));
+}
+
+/// How a model that was fine-tuned came out.
+pub fn finetune(s: &FinetuneSummary, json: bool) {
+    let tell = if json { err } else { |line: &str| out(&format!("{line}\n")) };
+    let (place, base) = (quoted(&s.train.out.display().to_string()), quoted(&s.base.display().to_string()));
+    let full = if s.lora.is_none() { " --full" } else { "" };
+    let again = format!("gpt finetune {base}{full} --resume --out {place}");
+    if s.train.ended == "interrupted" {
+        return tell(&stopped(&s.train, &again));
+    }
+    let mut text = outcome(&s.train);
+    if let Some(loss) = s.base_val_loss {
+        text += &format!("the base         {loss:.4} nats/token\n");
+    }
+    if let Some(lora) = &s.lora {
+        let share = 100.0 * s.trained_parameters as f64 / s.train.parameters as f64;
+        let trained = count(s.trained_parameters);
+        text += &format!("trained          {trained} numbers ({share:.1} % of the base), rank {}\n", lora.rank);
+    }
+    let sum: String = s.base_sha256.chars().take(12).collect();
+    text += &format!("the base is unchanged: {}, sha256 {sum}...\n", s.base.display());
+    if let Some(sample) = &s.train.sample {
+        text += &format!("\na sample:\n  {}\n", sample.trim().replace('\n', "\n  "));
+    }
+    text += &format!("\nnext:\n  gpt sample {place}\n  gpt eval {place}\n");
+    if s.lora.is_some() {
+        text += &format!("  gpt sample {base} --adapter {place}:0.5\n  gpt merge {place} --out {place}-merged\n");
+    }
+    tell(&format!("{text}  {again} --steps {}", 2 * s.train.steps));
+}
+
+/// A model made of a base and adapters.
+pub fn merged(s: &MergeSummary) {
+    let adapters: Vec<String> =
+        s.adapters.iter().map(|a| format!("{} (rank {}, scale {})", a.path.display(), a.rank, a.scale)).collect();
+    out(&format!("{} with {}\n", s.base.display(), adapters.join(" and ")));
+    out(&format!("is {} now: {} parameters in {}\n", s.out.display(), count(s.parameters), s.dtype));
+    out(&format!("\nnext:\n  gpt sample {}\n", quoted(&s.out.display().to_string())));
 }
 
 /// What an interrupted run says.

@@ -21,7 +21,7 @@ use crate::ops::blocks::Format;
 use crate::ops::cross_entropy::{self, Output, Wanted};
 use crate::ops::ctx::{Ctx, Value};
 use crate::ops::gemm::Store;
-use crate::ops::{heads::Heads, rotary, storage};
+use crate::ops::{heads::Heads, rotary};
 use crate::random::{Purpose, Stream};
 use crate::tape::{Tape, Var};
 
@@ -103,13 +103,7 @@ pub type Source<'a> = dyn FnMut(&str, &[usize]) -> Result<Vec<f32>> + 'a;
 impl Gpt {
     /// A model with random weights of `seed`.
     pub fn random(config: &GptConfig, seed: u64) -> Result<Self> {
-        let (stream, layers) = (Stream::new(seed, Purpose::Init), config.num_hidden_layers);
-        let mut position = 0;
-        Self::build(config, &mut |name, shape| {
-            position += 1;
-            let Some(std) = initial_std(name, shape, layers) else { return Ok(vec![1.0; shape.iter().product()]) };
-            Ok((0..shape.iter().product::<usize>()).map(|i| std * stream.normal(position, i as u32)).collect())
-        })
+        Self::build(config, &mut random_weights(config, seed))
     }
 
     /// A model whose weights `source` gives, asked for under Hugging Face's names; all are trained.
@@ -148,13 +142,11 @@ impl Gpt {
     }
 
     /// The head (V, C) as it works: with its correction, if it has one.
-    pub fn head(&self, ctx: &Ctx) -> Result<Whole<'_>> {
-        let whole = self.head.whole(ctx);
-        let Some(lora) = &self.head_lora else { return Ok(whole) };
-        let mut weight = ctx.vec(whole.elem_count());
-        weight.copy_from_slice(&storage::read::<f32>("head", &whole)?);
-        lora.add_to(&mut weight)?;
-        Ok(Whole::Made(ctx.value(weight, whole.shape())))
+    pub fn head(&self, ctx: &mut Ctx) -> Result<Whole<'_>> {
+        Ok(match &self.head_lora {
+            Some(lora) => Whole::Made(lora.merged(ctx, &self.head)?),
+            None => self.head.whole(ctx),
+        })
     }
 
     /// All weights in a fixed order, a tied one once.
@@ -304,6 +296,17 @@ impl Gpt {
         let hidden = self.states(ctx, batch)?;
         let head = self.head(ctx)?;
         Ok(cross_entropy::forward(ctx, hidden.value(), &head, &batch.targets, 1.0, Wanted::None)?.nll)
+    }
+}
+
+/// The initial weights of a model, to be asked for in the order of its parameters.
+pub fn random_weights(config: &GptConfig, seed: u64) -> impl FnMut(&str, &[usize]) -> Result<Vec<f32>> {
+    let (stream, layers) = (Stream::new(seed, Purpose::Init), config.num_hidden_layers);
+    let mut position = 0;
+    move |name, shape| {
+        position += 1;
+        let Some(std) = initial_std(name, shape, layers) else { return Ok(vec![1.0; shape.iter().product()]) };
+        Ok((0..shape.iter().product::<usize>()).map(|i| std * stream.normal(position, i as u32)).collect())
     }
 }
 

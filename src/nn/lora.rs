@@ -6,10 +6,8 @@ use crate::error::{Error, Result};
 use crate::nn::dropout::Dropout;
 use crate::nn::parameter::{Parameter, Part, Role};
 use crate::ops::ctx::{Ctx, Value};
-use crate::ops::gemm::Store;
 use crate::ops::{dropout, lora, storage};
 use crate::random::{Purpose, Stream};
-use crate::tape::{Gradients, Var};
 
 /// A projection that can be corrected, as flags name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -78,6 +76,12 @@ pub struct LoraSettings {
 }
 
 impl LoraSettings {
+    /// The usual settings for a rank: alpha is twice that, all projections of the blocks are corrected.
+    pub fn of_rank(rank: usize) -> Self {
+        let targets = Target::ALL.into_iter().filter(|target| *target != Target::Head).collect();
+        Self { rank, alpha: 2.0 * rank as f32, dropout: 0.0, rslora: false, targets }
+    }
+
     pub fn scale(&self) -> f32 {
         let rank = self.rank as f32;
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
@@ -148,40 +152,45 @@ impl Lora {
         Some(Self { a, b, segments, scale: settings.scale(), dropout: settings.dropout, site })
     }
 
-    fn factors(&self) -> lora::Factors<'_> {
+    pub fn factors(&self) -> lora::Factors<'_> {
         lora::Factors { a: self.a.master(), b: self.b.master(), segments: &self.segments, scale: self.scale }
     }
 
-    /// Adds the correction for x (N, in) to the layer's y (N, out).
-    pub fn forward(&self, ctx: &mut Ctx, x: &Value, y: &Value, pass: Dropout) -> Result<Saved> {
-        let mask = pass.adapter_mask(self.dropout, self.site);
-        let x = match mask {
-            Some(mask) => dropout::forward(ctx, x, mask)?,
-            None => x.clone(),
-        };
-        let u = lora::forward(ctx, &x, self.factors(), y)?;
-        Ok(Saved { x, u, mask })
+    /// The layer's weight with the correction added: what the layer multiplies by if nothing is dropped.
+    pub fn merged(&self, ctx: &mut Ctx, weight: &Parameter) -> Result<Value> {
+        let whole = weight.whole(ctx);
+        let mut merged = ctx.vec::<f32>(whole.elem_count());
+        {
+            let (from, family) = (storage::read::<f32>("lora", &whole)?, ctx.family());
+            let a = storage::read::<f32>("lora", self.a.master())?;
+            let b = storage::read::<f32>("lora", self.b.master())?;
+            let (input, rank) = (self.a.master().dims()[1], self.b.master().dims()[1]);
+            let mut next = 0;
+            for (i, lora::Segment { columns, rows }) in self.segments.iter().enumerate() {
+                let own = columns.start * input..columns.end * input;
+                merged[next..own.start].copy_from_slice(&from[next..own.start]);
+                next = own.end;
+                let factors =
+                    (&a[i * rank * input..(i + 1) * rank * input], &b[rows.start * rank..rows.end * rank], rank);
+                lora::merge(family, &from[own.clone()], factors, self.scale, &mut merged[own]);
+            }
+            merged[next..].copy_from_slice(&from[next..]);
+        }
+        Ok(ctx.value(merged, whole.shape()))
     }
 
-    /// From dy (N, out): the gradients of the factors, and what the correction adds to the gradient of the layer's `x`.
-    pub fn backward(&self, ctx: &mut Ctx, saved: &Saved, dy: &Value, x: &Var, gradients: &mut Gradients) -> Result<()> {
-        let mut du = None;
+    /// The mask for the input of A, if anything is dropped there.
+    pub fn mask(&self, pass: Dropout) -> Option<dropout::Mask> {
+        pass.adapter_mask(self.dropout, self.site)
+    }
+
+    /// From x (N, in), u (N, S r), dy (N, out) and du (N, S r): the gradients of the factors.
+    pub fn backward(&self, ctx: &mut Ctx, inner: (&Value, &Value), outer: (&Value, &Value)) -> Result<()> {
+        let ((x, u), (dy, du)) = (inner, outer);
         self.a.write_gradient(|da, a_store| {
             self.b.write_gradient(|db, b_store| {
-                let inputs = (&*saved.x, &*saved.u);
-                du = Some(lora::backward(ctx, inputs, self.factors(), dy, (da, a_store), (db, b_store))?);
-                Ok(())
+                lora::backward(ctx, (x, u), (dy, du), self.factors(), (da, a_store), (db, b_store))
             })
-        })?;
-        let du = du.expect("the closure ran, or its error was returned");
-        gradients.write(ctx, x, |ctx, dx, store| match saved.mask {
-            None => lora::backward_input(ctx, &du, self.a.master(), (dx, store)),
-            Some(mask) => {
-                let masked = ctx.vec::<f32>(dx.elem_count());
-                let masked = ctx.value(masked, dx.shape());
-                lora::backward_input(ctx, &du, self.a.master(), (&masked, Store::Set))?;
-                dropout::backward(ctx, &masked, mask, (dx, store))
-            }
         })
     }
 
@@ -194,26 +203,4 @@ impl Lora {
             })
         })
     }
-
-    /// Adds the correction to a copy of the layer's weight (out, in).
-    pub fn add_to(&self, weight: &mut [f32]) -> Result<()> {
-        let a = storage::read::<f32>("lora", self.a.master())?;
-        let b = storage::read::<f32>("lora", self.b.master())?;
-        let (input, rank) = (self.a.master().dims()[1], self.b.master().dims()[1]);
-        for (i, lora::Segment { columns, rows }) in self.segments.iter().enumerate() {
-            let weight = &mut weight[columns.start * input..columns.end * input];
-            let a = &a[i * rank * input..(i + 1) * rank * input];
-            lora::merge(weight, a, &b[rows.start * rank..rows.end * rank], rank, self.scale);
-        }
-        Ok(())
-    }
-}
-
-/// What the backward of a correction needs.
-#[derive(Clone, Debug)]
-pub struct Saved {
-    /// The input after dropout.
-    x: Value,
-    u: Value,
-    mask: Option<dropout::Mask>,
 }

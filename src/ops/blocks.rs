@@ -26,6 +26,15 @@ pub enum Format {
 impl Format {
     pub const ALL: [Format; 5] = [Format::Q8_0, Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1];
 
+    /// The plain format of that many bits.
+    pub fn of_bits(bits: u32) -> Result<Self> {
+        match bits {
+            8 => Ok(Format::Q8_0),
+            4 => Ok(Format::Q4_0),
+            _ => Err(Error::usage(format!("a base of {bits} bits")).with_hint("--quantized takes 8 or 4")),
+        }
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Format::Q8_0 => "q8_0",

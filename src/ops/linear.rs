@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use super::add;
 use super::blocks::BlockMatrix;
 use super::ctx::{Ctx, Value};
-use super::gemm::{Kept, Matrix, Store, gemm};
+use super::gemm::{Kept, Matrix, Side, Store, gemm, gemm_beside};
 use super::storage;
 use crate::error::{Error, Result};
 
@@ -44,46 +44,63 @@ enum Direction {
     Backward,
 }
 
-/// a W^T, or a W.
+fn operand(w: &[f32], (out, k): (usize, usize), direction: Direction) -> Matrix<'_> {
+    match direction {
+        Direction::Forward => Matrix::new(w, out, k).t(),
+        Direction::Backward => Matrix::new(w, out, k),
+    }
+}
+
+/// a W^T, or a W, and the product beside it.
 fn multiply(
     ctx: &mut Ctx,
     a: Matrix,
-    weight: Weight,
-    direction: Direction,
+    (weight, direction): (Weight, Direction),
     (to, store): (&mut [f32], Store),
+    side: Option<Side>,
 ) -> Result<()> {
     let (out, k) = weight.dims()?;
-    let turned = |w| match direction {
-        Direction::Forward => Matrix::new(w, out, k).t(),
-        Direction::Backward => Matrix::new(w, out, k),
+    let fresh = |ctx: &mut Ctx, w: &[f32], to: &mut [f32], side| match side {
+        Some(side) => gemm_beside(ctx, a, operand(w, (out, k), direction), (to, store), side),
+        None => gemm(ctx, a, operand(w, (out, k), direction), to, store),
     };
     match weight {
         Weight::Dense { tensor, kept } => {
             ctx.launch(4 * out * k);
             let w = storage::read::<f32>("linear", tensor)?;
-            match (kept, direction) {
-                (None, _) => gemm(ctx, a, turned(&w), to, store),
-                (Some((panels, version)), Direction::Forward) => {
-                    panels.forward.lock().gemm(ctx, a, (turned(&w), version), to, store);
-                }
-                (Some((panels, version)), Direction::Backward) => {
-                    panels.backward.lock().gemm(ctx, a, (turned(&w), version), to, store);
-                }
+            let Some((panels, version)) = kept else {
+                fresh(ctx, &w, to, side);
+                return Ok(());
+            };
+            let kept = match direction {
+                Direction::Forward => &panels.forward,
+                Direction::Backward => &panels.backward,
+            };
+            kept.lock().gemm(ctx, a, (operand(&w, (out, k), direction), version), to, store);
+            if let Some(Side { matrix, to }) = side {
+                gemm(ctx, a, matrix, to, Store::Set);
             }
         }
         Weight::Blocks(blocks) => {
             ctx.launch(blocks.as_bytes().len());
             let mut w = ctx.vec(out * k);
             blocks.unpack(ctx.family(), &mut w);
-            gemm(ctx, a, turned(&w), to, store);
+            fresh(ctx, &w, to, side);
             ctx.recycle(w);
         }
     }
     Ok(())
 }
 
-/// x (N, in) times weight (out, in) transposed, plus `residual` (N, out) where given: (N, out).
-pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: Weight, residual: Option<&Tensor>) -> Result<Value> {
+/// x (N, in) times weight (out, in) transposed, plus `residual` (N, out) where given: (N, out). With a side, that product of x,
+/// too.
+pub fn forward(
+    ctx: &mut Ctx,
+    x: &Tensor,
+    weight: Weight,
+    residual: Option<&Tensor>,
+    side: Option<Side>,
+) -> Result<Value> {
     let ((n, k), (out, columns)) = (x.dims2()?, weight.dims()?);
     if k != columns {
         return Err(Error::op("linear", format!("a weight of ({out}, {k})"), format!("({out}, {columns})")));
@@ -100,16 +117,22 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: Weight, residual: Option<&Tens
         }
     };
     let x = storage::read::<f32>("linear", x)?;
-    multiply(ctx, Matrix::new(&x, n, k), weight, Direction::Forward, (&mut y, store))?;
+    multiply(ctx, Matrix::new(&x, n, k), (weight, Direction::Forward), (&mut y, store), side)?;
     Ok(ctx.value(y, (n, out)))
 }
 
-/// The gradient of x (N, in) from dy (N, out).
-pub fn backward_input(ctx: &mut Ctx, dy: &Tensor, weight: Weight, dx: (&Tensor, Store)) -> Result<()> {
+/// The gradient of x (N, in) from dy (N, out). With a side, that product of dy, too.
+pub fn backward_input(
+    ctx: &mut Ctx,
+    dy: &Tensor,
+    weight: Weight,
+    dx: (&Tensor, Store),
+    side: Option<Side>,
+) -> Result<()> {
     let (n, out) = dy.dims2()?;
     let dy = storage::read::<f32>("linear", dy)?;
     let mut to = storage::write::<f32>("linear", dx.0)?;
-    multiply(ctx, Matrix::new(&dy, n, out), weight, Direction::Backward, (&mut to, dx.1))
+    multiply(ctx, Matrix::new(&dy, n, out), (weight, Direction::Backward), (&mut to, dx.1), side)
 }
 
 /// The gradient of the weight (out, in) from dy (N, out) and x (N, in).

@@ -1,8 +1,13 @@
 //! The low-rank correction of a frozen linear layer, y += scale (x A^T) B^T (Hu et al., "LoRA", arXiv 2106.09685), forward,
 //! backward and merged into the weight. Called by `nn::lora` and, for merging, by `checkpoint`.
 //!
-//! A fused layer (query, key, value) has one A for all of its parts, so that x is read once; each part has columns of y and
-//! rows of B of its own.
+//! A fused layer (query, key, value) has one A for all of its parts; each part has columns of y and rows of B of its own. Where
+//! A sees the layer's own input, the layer's products are taken with the merged weight, whose making costs as many operations
+//! as a few rows of x, and u = x A^T and du = dy B beside them, so that x and dy are read once more only, for dA and dB.
+//! `forward` and `backward_input` are for an input of A that is not the layer's, because some of it is dropped.
+//!
+//! Operations for N rows: u, du, dA and dB, 8 N r (in + out) in all, and 4 r in out for merging twice; the layer itself has
+//! 8 N in out.
 
 use std::ops::Range;
 
@@ -10,7 +15,9 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::ctx::{Ctx, Value};
-use super::gemm::{Matrix, Store, gemm, gemm_columns};
+use super::gemm::{self, Factor, Matrix, Side, Store, Tile, gemm_columns, multiply_panel, pack_panel, panel_width};
+use super::linear::{self, Weight};
+use super::simd::{Family, simd_fn};
 use super::storage;
 use crate::error::{Error, Result};
 
@@ -49,7 +56,70 @@ impl Factors<'_> {
     }
 }
 
-/// Adds the correction for x (N, in) to y (N, out). Returns u = scale x A^T (N, S r), which the backward needs.
+/// A layer's product with a weight that has the correction in it, and u = x A^T (N, S r), which the backward needs.
+pub fn layer_forward(
+    ctx: &mut Ctx,
+    x: &Tensor,
+    weight: Weight,
+    residual: Option<&Tensor>,
+    factors: Factors,
+) -> Result<(Value, Value)> {
+    let (input, rank) = factors.sizes(weight.dims()?.0)?;
+    let (n, ranks) = (x.dims2()?.0, rank * factors.segments.len());
+    let a = storage::read::<f32>(OP, factors.a)?;
+    let mut u = ctx.vec(n * ranks);
+    let side = Side { matrix: Matrix::new(&a, ranks, input).t(), to: &mut u };
+    let y = linear::forward(ctx, x, weight, residual, Some(side))?;
+    Ok((y, ctx.value(u, (n, ranks))))
+}
+
+/// The gradient of the layer's x from dy (N, out) under a weight, and du, that of x A^T without the scale (N, S r).
+pub fn layer_backward_input(
+    ctx: &mut Ctx,
+    dy: &Tensor,
+    weight: Weight,
+    factors: Factors,
+    dx: (&Tensor, Store),
+) -> Result<Value> {
+    outer(ctx, dy, factors, |ctx, side| linear::backward_input(ctx, dy, weight, dx, Some(side)))
+}
+
+/// du alone, for a layer whose x needs no gradient.
+pub fn backward_outer(ctx: &mut Ctx, dy: &Tensor, factors: Factors) -> Result<Value> {
+    let read = storage::read::<f32>(OP, dy)?;
+    let (n, out) = dy.dims2()?;
+    outer(ctx, dy, factors, |ctx, Side { matrix, to }| {
+        gemm::gemm(ctx, Matrix::new(&read, n, out), matrix, to, Store::Set);
+        Ok(())
+    })
+}
+
+/// Runs a product of dy with B beside it, spread over the layer's outputs: (out, S r), zero where a part has no share.
+fn outer(
+    ctx: &mut Ctx,
+    dy: &Tensor,
+    factors: Factors,
+    product: impl FnOnce(&mut Ctx, Side) -> Result<()>,
+) -> Result<Value> {
+    let (n, out) = dy.dims2()?;
+    let (_, rank) = factors.sizes(out)?;
+    let ranks = rank * factors.segments.len();
+    let mut spread = ctx.zeros::<f32>(out * ranks);
+    {
+        let b = storage::read::<f32>(OP, factors.b)?;
+        for (i, Segment { columns, rows }) in factors.segments.iter().enumerate() {
+            for (column, row) in columns.clone().zip(rows.clone()) {
+                spread[column * ranks + i * rank..][..rank].copy_from_slice(&b[row * rank..][..rank]);
+            }
+        }
+    }
+    let mut du = ctx.vec(n * ranks);
+    product(ctx, Side { matrix: Matrix::new(&spread, out, ranks), to: &mut du })?;
+    ctx.recycle(spread);
+    Ok(ctx.value(du, (n, ranks)))
+}
+
+/// Adds the correction for x (N, in) to y (N, out). Returns u = x A^T (N, S r).
 pub fn forward(ctx: &mut Ctx, x: &Tensor, factors: Factors, y: &Tensor) -> Result<Value> {
     let ((n, k), (_, out)) = (x.dims2()?, y.dims2()?);
     let (input, rank) = factors.sizes(out)?;
@@ -63,60 +133,115 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, factors: Factors, y: &Tensor) -> Resul
     let (a, b) = (storage::read::<f32>(OP, factors.a)?, storage::read::<f32>(OP, factors.b)?);
     ctx.launch(4 * (a.len() + b.len()));
     let (x, mut y) = (storage::read::<f32>(OP, x)?, storage::write::<f32>(OP, y)?);
-    let ranks = a.len() / input;
+    let ranks = rank * factors.segments.len();
     let mut u = ctx.vec(n * ranks);
-    gemm(ctx, Matrix::new(&x, n, input), Matrix::new(&a, ranks, input).t(), &mut u, Store::Set);
-    u.iter_mut().for_each(|u| *u *= factors.scale);
+    gemm_columns(ctx, Matrix::new(&x, n, input), Matrix::new(&a, ranks, input).t(), (&mut u, ranks, 0), Store::Set);
+    let scaled = times(ctx, &u, factors.scale);
     for (i, Segment { columns, rows }) in factors.segments.iter().enumerate() {
         let b = Matrix::new(&b[rows.start * rank..rows.end * rank], rows.len(), rank);
-        gemm_columns(ctx, part(&u, ranks, i * rank..(i + 1) * rank), b.t(), (&mut y, out, columns.start), Store::Add);
+        let u = part(&scaled, ranks, i * rank..(i + 1) * rank);
+        gemm_columns(ctx, u, b.t(), (&mut y, out, columns.start), Store::Add);
     }
+    ctx.recycle(scaled);
     Ok(ctx.value(u, (n, ranks)))
 }
 
-/// From dy (N, out): the gradients of A and B into their slots. Returns that of x A^T (N, S r).
+fn times(ctx: &Ctx, x: &[f32], scale: f32) -> Vec<f32> {
+    let mut scaled = ctx.vec(x.len());
+    scaled.iter_mut().zip(x).for_each(|(to, x)| *to = scale * x);
+    scaled
+}
+
+/// Rows that a task of the backward takes, and those of them that stay in the caches from one product to the next. Fixed, so
+/// that sums do not depend on the number of threads.
+const BLOCK: usize = 256;
+const ROWS: usize = 64;
+
+/// The gradients of A and B into their slots, from x (N, in), u (N, S r), dy (N, out) and du (N, S r).
 pub fn backward(
     ctx: &mut Ctx,
     (x, u): (&Tensor, &Tensor),
+    (dy, du): (&Tensor, &Tensor),
     factors: Factors,
-    dy: &Tensor,
     (da, a_store): (&Tensor, Store),
     (db, b_store): (&Tensor, Store),
-) -> Result<Value> {
+) -> Result<()> {
     let (n, out) = dy.dims2()?;
     let (input, rank) = factors.sizes(out)?;
-    let (x, u, dy) = (storage::read::<f32>(OP, x)?, storage::read::<f32>(OP, u)?, storage::read::<f32>(OP, dy)?);
-    let b = storage::read::<f32>(OP, factors.b)?;
+    let (x, u) = (storage::read::<f32>(OP, x)?, storage::read::<f32>(OP, u)?);
+    let (dy, du) = (storage::read::<f32>(OP, dy)?, storage::read::<f32>(OP, du)?);
     let (mut da, mut db) = (storage::write::<f32>(OP, da)?, storage::write::<f32>(OP, db)?);
-    let ranks = rank * factors.segments.len();
-    if (x.len(), u.len(), da.len(), db.len()) != (n * input, n * ranks, ranks * input, b.len()) {
-        let found = format!("x {}, u {}, da {}, db {}", x.len(), u.len(), da.len(), db.len());
+    let (ranks, rows) = (rank * factors.segments.len(), factors.b.dims()[0]);
+    if (x.len(), u.len(), du.len(), da.len(), db.len()) != (n * input, n * ranks, n * ranks, ranks * input, rows * rank)
+    {
+        let found = format!("x {}, u {}, du {}, da {}, db {}", x.len(), u.len(), du.len(), da.len(), db.len());
         return Err(Error::op(OP, format!("gradients for {n} rows"), found));
     }
-    ctx.launch(4 * b.len());
-    let mut du = ctx.vec(n * ranks);
-    for (i, Segment { columns, rows }) in factors.segments.iter().enumerate() {
-        let (dy, own) = (part(&dy, out, columns.clone()), i * rank..(i + 1) * rank);
-        let elements = rows.start * rank..rows.end * rank;
-        gemm(ctx, dy.t(), part(&u, ranks, own.clone()), &mut db[elements.clone()], b_store);
-        let b = Matrix::new(&b[elements], rows.len(), rank);
-        gemm_columns(ctx, dy, b, (&mut du, ranks, own.start), Store::Set);
+    ctx.launch(0);
+    let (x, dy) = (Matrix::new(&x, n, input), Matrix::new(&dy, n, out));
+    // Of each block of rows, its own dA, and dB^T of each segment.
+    let (size, family) = (da.len() + db.len(), ctx.family());
+    let mut partial = ctx.vec::<f32>(n.div_ceil(BLOCK) * size);
+    partial.par_chunks_exact_mut(size.max(1)).enumerate().for_each(|(block, partial)| {
+        partial.fill(0.0);
+        let (da, db) = partial.split_at_mut(ranks * input);
+        let end = (block * BLOCK + BLOCK).min(n);
+        for start in (block * BLOCK..end).step_by(ROWS) {
+            let end = (start + ROWS).min(end);
+            add_turned_product(family, part(&du, ranks, 0..ranks).rows(start, end), x.rows(start, end), da);
+            for (i, Segment { columns, rows }) in factors.segments.iter().enumerate() {
+                let dy = Matrix { data: &dy.data[columns.start..], cols: columns.len(), ..dy };
+                let to = &mut db[rows.start * rank..rows.end * rank];
+                let u = part(&u, ranks, i * rank..(i + 1) * rank).rows(start, end);
+                add_turned_product(family, u, dy.rows(start, end), to);
+            }
+        }
+    });
+    for (store, to) in [(a_store, &mut *da), (b_store, &mut *db)] {
+        if store == Store::Set {
+            to.fill(0.0);
+        }
     }
-    du.iter_mut().for_each(|du| *du *= factors.scale);
-    gemm(ctx, Matrix::new(&du, n, ranks).t(), Matrix::new(&x, n, input), &mut da, a_store);
-    Ok(ctx.value(du, (n, ranks)))
+    for partial in partial.chunks_exact(size.max(1)) {
+        let (a_part, b_part) = partial.split_at(da.len());
+        da.iter_mut().zip(a_part).for_each(|(to, x)| *to += factors.scale * x);
+        for Segment { rows, .. } in factors.segments {
+            let own = rows.start * rank..rows.end * rank;
+            let (to, from) = (&mut db[own.clone()], &b_part[own]);
+            to.chunks_exact_mut(rank).enumerate().for_each(|(row, to)| {
+                to.iter_mut().enumerate().for_each(|(i, to)| *to += factors.scale * from[i * rows.len() + row]);
+            });
+        }
+    }
+    ctx.recycle(partial);
+    Ok(())
 }
 
-/// The gradient of x from `du` (N, S r), which `backward` returned, under A (S r, in).
-pub fn backward_input(ctx: &mut Ctx, du: &Tensor, a: &Tensor, (dx, store): (&Tensor, Store)) -> Result<()> {
-    let ((n, ranks), (rows, input)) = (du.dims2()?, a.dims2()?);
+/// C (m, n) += A^T B for A (k, m) and B (k, n) of a few rows.
+fn add_turned_product(family: Family, a: Matrix, b: Matrix, c: &mut [f32]) {
+    let width = panel_width(family, b.cols);
+    f32::with_scratch(b.rows * width, |packed| {
+        for column in (0..b.cols).step_by(width) {
+            pack_panel(family, b, column / width, width, packed);
+            let cols = width.min(b.cols - column);
+            let out = Tile { c: &mut c[column..], stride: b.cols, cols, store: Store::Add };
+            multiply_panel(family, width, a.t(), packed, out);
+        }
+    });
+}
+
+/// Adds scale du A to the gradient of x, for `du` (N, S r) and A (S r, in).
+pub fn backward_input(ctx: &mut Ctx, du: &Tensor, factors: Factors, (dx, store): (&Tensor, Store)) -> Result<()> {
+    let ((n, ranks), (rows, input)) = (du.dims2()?, factors.a.dims2()?);
     if ranks != rows {
         return Err(Error::op(OP, format!("du of ({n}, {rows})"), format!("{:?}", du.dims())));
     }
-    let (du, a) = (storage::read::<f32>(OP, du)?, storage::read::<f32>(OP, a)?);
+    let (du, a) = (storage::read::<f32>(OP, du)?, storage::read::<f32>(OP, factors.a)?);
     ctx.launch(4 * a.len());
+    let scaled = times(ctx, &du, factors.scale);
     let mut dx = storage::write::<f32>(OP, dx)?;
-    gemm(ctx, Matrix::new(&du, n, ranks), Matrix::new(&a, ranks, input), &mut dx, store);
+    gemm_columns(ctx, Matrix::new(&scaled, n, ranks), Matrix::new(&a, ranks, input), (&mut dx, input, 0), store);
+    ctx.recycle(scaled);
     Ok(())
 }
 
@@ -135,17 +260,12 @@ pub fn backward_merged(
     }
     let (a, b) = (storage::read::<f32>(OP, factors.a)?, storage::read::<f32>(OP, factors.b)?);
     ctx.launch(4 * (a.len() + b.len()));
-    let scaled = |ctx: &Ctx, x: &[f32]| {
-        let mut copy = ctx.vec(x.len());
-        copy.iter_mut().zip(x).for_each(|(to, x)| *to = factors.scale * x);
-        copy
-    };
-    let (a, b) = (scaled(ctx, &a), scaled(ctx, &b));
+    let (a, b) = (times(ctx, &a, factors.scale), times(ctx, &b, factors.scale));
     let dweight = storage::read::<f32>(OP, dweight)?;
     let dweight = Matrix::new(&dweight, out, input);
     let (mut da, mut db) = (storage::write::<f32>(OP, da)?, storage::write::<f32>(OP, db)?);
-    gemm(ctx, dweight, Matrix::new(&a, rank, input).t(), &mut db, b_store);
-    gemm(ctx, Matrix::new(&b, out, rank).t(), dweight, &mut da, a_store);
+    gemm::gemm(ctx, dweight, Matrix::new(&a, rank, input).t(), &mut db, b_store);
+    gemm::gemm(ctx, Matrix::new(&b, out, rank).t(), dweight, &mut da, a_store);
     ctx.recycle(a);
     ctx.recycle(b);
     Ok(())
@@ -158,14 +278,42 @@ fn part(data: &[f32], width: usize, columns: Range<usize>) -> Matrix<'_> {
     Matrix { data: &data[start..], rows: data_rows, cols: columns.len(), row_stride: width, col_stride: 1 }
 }
 
-/// weight (out, in) += scale B A, with A (r, in) and B (out, r).
-pub fn merge(weight: &mut [f32], a: &[f32], b: &[f32], rank: usize, scale: f32) {
+/// weight (out, in) + scale B A, with A (r, in) and B (out, r), into `to`.
+pub fn merge(family: Family, weight: &[f32], (a, b, rank): (&[f32], &[f32], usize), scale: f32, to: &mut [f32]) {
+    const ROWS: usize = 8;
     let input = a.len() / rank.max(1);
-    weight.par_chunks_exact_mut(input.max(1)).zip(b.par_chunks_exact(rank.max(1))).for_each(|(weight, b)| {
-        for (b, a) in b.iter().zip(a.chunks_exact(input)) {
-            weight.iter_mut().zip(a).for_each(|(w, a)| *w += scale * b * a);
-        }
+    let parts = to.par_chunks_mut((ROWS * input).max(1)).zip(weight.par_chunks((ROWS * input).max(1)));
+    parts.zip(b.par_chunks((ROWS * rank).max(1))).for_each(|((to, weight), b)| {
+        merge_rows(family, weight, a, b, rank, scale, to);
     });
+}
+
+simd_fn! {
+fn merge_rows<S>(weight: &[f32], a: &[f32], b: &[f32], rank: usize, scale: f32, to: &mut [f32]) {
+    // Columns that stay in registers while the rows of A go by.
+    const WIDE: usize = 64;
+    let input = a.len() / rank;
+    for ((weight, to), b) in weight.chunks_exact(input).zip(to.chunks_exact_mut(input)).zip(b.chunks_exact(rank)) {
+        let ((weight, weight_rest), (blocks, rest)) = (weight.as_chunks::<WIDE>(), to.as_chunks_mut::<WIDE>());
+        for (at, (block, weight)) in blocks.iter_mut().zip(weight).enumerate() {
+            let mut sums = [0f32; WIDE];
+            for (b, a) in b.iter().zip(a.chunks_exact(input)) {
+                let a: &[f32; WIDE] = a[at * WIDE..].first_chunk().expect("a block lies inside the row");
+                for i in 0..WIDE {
+                    sums[i] = S::fma(*b, a[i], sums[i]);
+                }
+            }
+            for i in 0..WIDE {
+                block[i] = S::fma(scale, sums[i], weight[i]);
+            }
+        }
+        let first = input - rest.len();
+        for (i, (to, w)) in rest.iter_mut().zip(weight_rest).enumerate() {
+            let sum = b.iter().zip(a.chunks_exact(input)).fold(0.0, |sum, (b, a)| S::fma(*b, a[first + i], sum));
+            *to = S::fma(scale, sum, *w);
+        }
+    }
+}
 }
 
 /// What `forward` adds, in plain f64: rows of x of `input` elements.

@@ -8,7 +8,8 @@ use crate::device;
 use crate::engine::{Engine, RowSettings, Sampling, WeightType};
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
-use crate::model::gpt::{Batch, Gpt};
+use crate::model::gpt::{Adaptation, Batch, Gpt, random_weights};
+pub use crate::nn::lora::LoraSettings;
 use crate::ops::gemm::Precision;
 use crate::ops::{ctx::Ctx, rates, simd::Family};
 use crate::preset::Preset;
@@ -30,6 +31,8 @@ pub struct BenchConfig {
     pub context: usize,
     /// Of the products of training: f32, bf16 or auto.
     pub dtype: String,
+    /// Trains adapters alone.
+    pub adaptation: Option<Adaptation>,
     /// What the weights of decoding are kept in.
     pub kind: WeightType,
     /// Steps that are timed, after a few that are not.
@@ -92,7 +95,12 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     let preset = preset(config)?;
     let vocab = Tokenizer::bytes().vocab_size();
     let shape = preset.gpt_config(vocab)?;
-    let mut model = Gpt::random(&shape, 0)?;
+    let mut model = match &config.adaptation {
+        None => Gpt::random(&shape, 0)?,
+        Some(adaptation) => Gpt::adapted(&shape, adaptation, &mut random_weights(&shape, 0))?,
+    };
+    let trained: usize = model.trainable().map(|p| p.elements()).sum();
+    let frozen = model.parameters().iter().filter(|p| !p.is_trainable()).map(|p| p.elements()).sum::<usize>();
     model.recompute = preset.train.recompute;
     let mut ctx = Ctx::cpu(config.family);
     let precision = plan::precision(&preset, config.family);
@@ -110,9 +118,10 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
         }
     }
     let work = Work {
-        flops: shape.training_flops_per_token(config.context) * tokens as f64,
+        // A frozen weight has no gradient of its own: a third of its products are not taken.
+        flops: (shape.training_flops_per_token(config.context) - 2.0 * frozen as f64) * tokens as f64,
         // Optimizer traffic: weight, gradient and two moments read, three of them written.
-        bytes: 4 * 7 * shape.parameters(),
+        bytes: 4 * 7 * trained,
         tokens,
     };
     Ok(summary(("train", precision.name()), config, &shape, median(times), work, &mut trainer.ctx))
@@ -124,7 +133,7 @@ pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
     let (shape, mut engine) = match &config.checkpoint {
         Some(path) => {
             let folder = ModelFolder::open(path)?;
-            let weights = |name: &str, shape: &[usize]| folder.weights.get(name, shape);
+            let weights = |name: &str, shape: &[usize]| folder.get(name, shape);
             let engine = Engine::new(Ctx::cpu(config.family), &folder.config, config.kind, weights)?;
             (folder.config, engine)
         }

@@ -55,7 +55,7 @@ pub struct Diagnosis {
 pub fn run(config: &DoctorConfig, report: &mut dyn Report) -> Result<Diagnosis> {
     let (memory_bytes, available_bytes) = device::memory();
     let choice = DraftChoice::Beside;
-    let mut models = Models::open(config.checkpoint.as_deref(), config.kind, &choice, config.family, report)?;
+    let mut models = Models::open((config.checkpoint.as_deref(), &[]), config.kind, &choice, config.family, report)?;
     let positions = config.positions.unwrap_or(models.engine.config().max_position_embeddings);
     let load = Load { rows: config.rows.max(1), positions: positions.max(1) };
     let need = memory::measure(&mut models.engines(), config.cache, load)?;

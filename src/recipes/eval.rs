@@ -20,6 +20,8 @@ use crate::tokenizer::Tokenizer;
 #[derive(Clone, Debug)]
 pub struct EvalConfig {
     pub checkpoint: Option<PathBuf>,
+    /// Adapters that are added to it, each times its scale.
+    pub adapters: Vec<(PathBuf, f32)>,
     /// Text to evaluate on; `None` takes the data that the checkpoint's run was trained with.
     pub data: Option<String>,
     /// The split: the held-out part, or the whole text.
@@ -57,21 +59,22 @@ pub struct EvalSummary {
 /// A checkpoint opened for its losses.
 struct Opened {
     place: PathBuf,
+    folder: ModelFolder,
     model: Gpt,
     tokenizer: Tokenizer,
 }
 
-fn open(checkpoint: Option<&Path>, report: &mut dyn Report) -> Result<Opened> {
+fn open(checkpoint: Option<&Path>, adapters: &[(PathBuf, f32)], report: &mut dyn Report) -> Result<Opened> {
     let place = checkpoint::resolve(checkpoint)?;
     if checkpoint.is_none() {
         report.event(Event::Note(format!("using {}", place.display())));
     }
-    let folder = ModelFolder::open(&place)?;
-    Ok(Opened { model: folder.model()?, tokenizer: Tokenizer::open(&place)?, place })
+    let folder = super::sample::open_folder(&place, adapters)?;
+    Ok(Opened { model: folder.model()?, folder, tokenizer: Tokenizer::open(&place)?, place })
 }
 
 pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> {
-    let Opened { place, model, tokenizer } = open(config.checkpoint.as_deref(), report)?;
+    let Opened { place, folder, model, tokenizer } = open(config.checkpoint.as_deref(), &config.adapters, report)?;
     let context = config.context.unwrap_or(model.config.max_position_embeddings);
     if context == 0 || context > model.config.max_position_embeddings {
         let what = format!("a context of {context} tokens; the model has {}", model.config.max_position_embeddings);
@@ -99,7 +102,7 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
     let evaluation = match config.engine {
         None => eval::evaluate(&mut Ctx::cpu(config.family), &model, windows)?,
         Some((kind, cache)) => {
-            let (mut engine, _) = super::sample::open_engine(&Ctx::cpu(config.family), &place, &tokenizer, kind)?;
+            let (mut engine, _) = super::sample::open_engine(&Ctx::cpu(config.family), &folder, &tokenizer, kind)?;
             evaluate_engine(&mut engine, cache, windows)?
         }
     };
@@ -184,6 +187,7 @@ pub fn held_out_prompts(run: &Path, offline: bool, (count, bytes): (usize, usize
 #[derive(Clone, Debug)]
 pub struct ScoreConfig {
     pub checkpoint: Option<PathBuf>,
+    pub adapters: Vec<(PathBuf, f32)>,
     pub text: String,
     pub family: Family,
 }
@@ -206,7 +210,7 @@ pub struct ScoreSummary {
 }
 
 pub fn score(config: &ScoreConfig, report: &mut dyn Report) -> Result<ScoreSummary> {
-    let Opened { place, model, tokenizer } = open(config.checkpoint.as_deref(), report)?;
+    let Opened { place, model, tokenizer, .. } = open(config.checkpoint.as_deref(), &config.adapters, report)?;
     let ids = tokenizer.encode(&config.text)?;
     let context = model.config.max_position_embeddings;
     let tokens = Tokens::plain(ids.clone(), tokenizer.byte_lengths(), tokenizer.end_of_text());

@@ -32,6 +32,7 @@ pub struct Resolved {
     pub plan: Plan,
     pub optimizer: Settings,
     pub windows_per_epoch: u64,
+    pub family: Family,
 }
 
 impl Resolved {
@@ -60,9 +61,21 @@ pub fn place(config: &TrainConfig) -> Result<PathBuf> {
     let names: Vec<String> = sources.iter().map(|s| data::short(&s.name)).collect();
     let (data, preset) = (names.join("+"), data::short(preset));
     let name = if data == preset { data } else { format!("{preset}-{data}") };
-    let numbered = |n: usize| Path::new(RUNS).join(if n == 1 { name.clone() } else { format!("{name}-{n}") });
+    Ok(numbered(&name, config.resume))
+}
+
+/// Adds defaults for the keys that were not given.
+pub(super) fn with_defaults(given: &mut Vec<(String, String)>, mut defaults: Vec<(String, String)>) {
+    defaults.retain(|(key, _)| given.iter().all(|(other, _)| other != key));
+    defaults.append(given);
+    *given = defaults;
+}
+
+/// A folder below checkpoints/ of that name: the last one to resume, else the first that is free.
+pub(super) fn numbered(name: &str, resume: bool) -> PathBuf {
+    let numbered = |n: usize| Path::new(RUNS).join(if n == 1 { name.to_owned() } else { format!("{name}-{n}") });
     let free = (1..).find(|n| !numbered(*n).exists()).expect("some number is free");
-    Ok(numbered(if config.resume { free.saturating_sub(1).max(1) } else { free }))
+    numbered(if resume { free.saturating_sub(1).max(1) } else { free })
 }
 
 /// Settings, data, model and horizon, with everything refused that cannot work.
@@ -75,7 +88,7 @@ pub fn resolve(
 ) -> Result<Resolved> {
     let mut preset = preset(config, step, report)?;
     let (tokenizer, gpt_config) = match (&config.init_from, step) {
-        (Some(path), None) => initial_shape(path, &mut preset)?,
+        (Some(path), None) => initial_shape(path, &mut preset, &config.given)?,
         _ => {
             let tokenizer = tokenizer(&preset)?;
             let gpt_config = preset.gpt_config(tokenizer.vocab_size())?;
@@ -89,7 +102,8 @@ pub fn resolve(
     let pack = data::Pack::named(&preset.data.pack)?;
     let request = request(&preset, config.offline)?;
     let corpus = data::open(&request, &tokenizer, &mut Preparing::new(report, interrupt))?;
-    let context = gpt_config.max_position_embeddings;
+    // A model that is trained on may see less than it can.
+    let context = preset.model.max_position_embeddings;
     for source in &corpus.sources {
         data::require_window(&source.name, &source.train, context)?;
     }
@@ -115,8 +129,18 @@ pub fn resolve(
         patience: preset.train.patience,
     };
     let optimizer = optimizer(&preset)?;
-    let resolved =
-        Resolved { preset, config: gpt_config, tokenizer, corpus, context, pack, plan, optimizer, windows_per_epoch };
+    let resolved = Resolved {
+        preset,
+        config: gpt_config,
+        tokenizer,
+        corpus,
+        context,
+        pack,
+        plan,
+        optimizer,
+        windows_per_epoch,
+        family: config.family,
+    };
     if resolved.plan.schedule.steps < step.map_or(0, |s| s.step) {
         let what = format!("the run in {} is at step {} already", place.display(), step.map_or(0, |s| s.step));
         return Err(Error::usage(what).with_hint("give a larger --steps to train on"));
@@ -188,18 +212,27 @@ pub(super) fn tokenizer(preset: &Preset) -> Result<Tokenizer> {
 }
 
 /// The tokenizer and shape of the checkpoint to start from, written into the preset so that resuming finds them.
-fn initial_shape(path: &Path, preset: &mut Preset) -> Result<(Tokenizer, GptConfig)> {
+fn initial_shape(path: &Path, preset: &mut Preset, given: &[(String, String)]) -> Result<(Tokenizer, GptConfig)> {
     let folder = ModelFolder::open(path)?;
     let tokenizer = Tokenizer::open(path)?;
     if !tokenizer.is_bytes() {
         preset.tokenizer.file = path.join("tokenizer.json").display().to_string();
     }
+    let asked = preset.model.max_position_embeddings;
     preset.adopt(&folder.config);
     if preset.gpt_config(folder.config.vocab_size)? != folder.config {
         let what = format!("a preset cannot describe the windows of {}", path.display());
         return Err(
             Error::failed(what).with_hint("start from a model with one window, or full attention at a fixed spacing")
         );
+    }
+    if given.iter().any(|(key, _)| key == "model.max_position_embeddings") {
+        let most = folder.config.max_position_embeddings;
+        if asked > most {
+            let what = format!("windows of {asked} tokens; {} has a context of {most}", path.display());
+            return Err(Error::usage(what).with_hint("give a smaller --context"));
+        }
+        preset.model.max_position_embeddings = asked;
     }
     Ok((tokenizer, folder.config))
 }

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::adapter::{self, Base};
 use crate::checkpoint::lock::RunLock;
 use crate::checkpoint::model_folder::{self, Companions};
 use crate::checkpoint::steps::{self, StepFolder};
-use crate::checkpoint::weights::Tensors;
+use crate::checkpoint::weights::{Tensors, Weights};
 use crate::error::{Error, Result};
 use crate::files::atomic::{self, Fill};
 use crate::nn::parameter::NamedTensor;
@@ -43,14 +44,16 @@ pub struct RunFolder {
     pub path: PathBuf,
     /// metrics.jsonl so far.
     metrics: Vec<u8>,
+    /// What the run's adapters are trained beside, if it trains any.
+    base: Option<Base>,
     _lock: RunLock,
 }
 
 impl RunFolder {
     /// Makes the folder if there is none, and keeps other writers out.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: &Path, base: Option<Base>) -> Result<Self> {
         std::fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
-        Ok(Self { path: path.to_owned(), metrics: Vec::new(), _lock: RunLock::take(path)? })
+        Ok(Self { path: path.to_owned(), metrics: Vec::new(), base, _lock: RunLock::take(path)? })
     }
 
     /// Appends a line to metrics.jsonl. It holds nothing that differs between two runs of one seed.
@@ -107,12 +110,25 @@ impl RunFolder {
         Ok(place)
     }
 
-    /// Writes the model as it is validated (averaged weights if EMA is on) to the run's folder, or one below it.
+    /// Writes the model as it is validated (averaged weights if EMA is on), or its adapters, to the run's folder, or one below
+    /// it.
     pub fn write_model(&self, trainer: &mut Trainer, below: &str, companions: &Companions) -> Result<()> {
         trainer.swap_average()?;
         let tensors = trainer.model.tensors();
         trainer.swap_average()?;
-        model_folder::write(&self.path.join(below), &trainer.model.config, &tensors?, companions)
+        let place = self.path.join(below);
+        match (trainer.model.adaptation(), &self.base) {
+            (Some(adaptation), Some(base)) => adapter::write(&place, base, adaptation, &tensors?, companions),
+            _ => model_folder::write(&place, &trainer.model.config, &tensors?, companions),
+        }
+    }
+
+    /// Puts the weights of the best validation into the trainer.
+    pub fn restore_best(&self, trainer: &mut Trainer) -> Result<()> {
+        let place = self.path.join("best");
+        let name = if trainer.model.adaptation().is_some() { adapter::MODEL } else { model_folder::MODEL };
+        let weights = Weights::open(&place.join(name))?;
+        trainer.take(&mut |name, shape| weights.get(name, shape))
     }
 
     /// Puts the state of a saved step into the trainer and goes back to its metrics.

@@ -10,16 +10,22 @@ use super::plan::{self, Resolved};
 use super::report::{Event, Interrupt, Report, StepProgress};
 use super::run_folder::{RunFolder, State};
 use super::sample;
+use crate::checkpoint::adapter::Base;
 use crate::checkpoint::model_folder::{Companions, ModelFolder};
 use crate::checkpoint::steps::{self, StepFolder};
+use crate::data::windows::Window;
 use crate::device;
 use crate::error::{Error, Result};
 use crate::eval::{self, Evaluation};
+use crate::files::atomic;
+use crate::model::config::GptConfig;
 use crate::model::gpt::Gpt;
 use crate::ops::{ctx::Ctx, simd::Family};
 use crate::trainer::fit::{self, Best, Ended, Hooks};
 use crate::trainer::objective::{NextToken, Objective};
 use crate::trainer::step::{StepRecord, Trainer};
+
+use sha2::{Digest, Sha256};
 
 /// What `gpt train` was asked to do.
 #[derive(Clone, Debug)]
@@ -64,15 +70,32 @@ pub struct TrainSummary {
     pub sample: Option<String>,
 }
 
-/// What a run trains for: its settings, which the state keeps so that resuming is to the same, and the objective.
+/// What a run trains, and for what.
 pub struct Goal {
+    /// Kept in the state, so that resuming is to the same; null for training on the data alone.
     pub settings: serde_json::Value,
     pub objective: Box<dyn Objective>,
+    /// The model to start from; random weights if not given. A run that goes on puts its own trained weights into it.
+    pub model: Option<Gpt>,
+    /// What the adapters are trained beside, if the model has any.
+    pub base: Option<Base>,
+    /// Whether the run ends with the weights of its best validation instead of the last ones.
+    pub ends_with_best: bool,
+}
+
+impl Goal {
+    /// Cross-entropy with the data.
+    pub fn next_token(settings: serde_json::Value, model: Option<Gpt>) -> Self {
+        Self { settings, objective: Box::new(NextToken), model, base: None, ends_with_best: false }
+    }
 }
 
 /// Trains to the end of the plan, or until interrupted; the state is saved either way.
 pub fn run(config: &TrainConfig, report: &mut dyn Report, interrupt: &Interrupt) -> Result<TrainSummary> {
-    let goal = |_: &Resolved| Ok(Goal { settings: serde_json::Value::Null, objective: Box::new(NextToken) });
+    let goal = |_: &Resolved| {
+        let model = config.init_from.as_ref().map(|path| ModelFolder::open(path)?.model()).transpose()?;
+        Ok(Goal::next_token(serde_json::Value::Null, model))
+    };
     run_for(config, &mut { goal }, report, interrupt)
 }
 
@@ -87,9 +110,10 @@ pub fn run_for(
     let found = find_step(config, &place, report)?;
     let resolved = plan::resolve(config, &place, found.as_ref(), report, interrupt)?;
     refuse_existing(config, &place)?;
-    let Goal { settings, mut objective } = goal(&resolved)?;
-    let mut folder = RunFolder::open(&place)?;
-    let (mut trainer, best) = trainer(config, (&resolved, &settings), found.as_ref(), &mut folder, report)?;
+    let Goal { settings, mut objective, model, base, ends_with_best } = goal(&resolved)?;
+    let mut folder = RunFolder::open(&place, base)?;
+    let (mut trainer, best) = trainer(config, (&resolved, &settings, model), found.as_ref(), &mut folder, report)?;
+    let frozen = frozen_hash(&trainer.model)?;
     let windows = resolved.corpus.windows(resolved.context, resolved.preset.train.seed, resolved.pack);
     let clock = Clock { start: Instant::now(), first_step: trainer.step, seconds: 0.0 };
     let mut run = Run {
@@ -97,13 +121,26 @@ pub fn run_for(
         folder,
         report,
         interrupt,
-        companions: companions(&resolved),
+        companions: companions(&resolved, &trainer.model.config),
         goal: settings,
+        ends_with_best,
         clock,
         last: None,
     };
     let (ended, best) = fit::fit(&mut trainer, &mut *objective, &resolved.plan, &windows, best, &mut run)?;
+    if frozen_hash(&trainer.model)? != frozen {
+        return Err(Error::failed("the frozen weights have changed in training")
+            .with_hint("this is a defect: please report it"));
+    }
     run.finish(&mut trainer, ended, best)
+}
+
+/// The SHA-256 of the weights that are not trained.
+fn frozen_hash(model: &Gpt) -> Result<String> {
+    let mut sum = Sha256::new();
+    let frozen = model.parameters().iter().filter(|parameter| !parameter.is_trainable());
+    frozen.into_iter().try_for_each(|parameter| parameter.visit_bytes(&mut |bytes| sum.update(bytes)))?;
+    Ok(atomic::hex(&sum.finalize()))
 }
 
 /// The state to go on from, if that was asked for and there is one.
@@ -132,24 +169,26 @@ fn refuse_existing(config: &TrainConfig, place: &Path) -> Result<()> {
 /// A trainer with initial, given or restored weights.
 fn trainer(
     config: &TrainConfig,
-    (resolved, goal): (&Resolved, &serde_json::Value),
+    (resolved, goal, model): (&Resolved, &serde_json::Value, Option<Gpt>),
     step: Option<&StepFolder>,
     folder: &mut RunFolder,
     report: &mut dyn Report,
 ) -> Result<(Trainer, Best)> {
     let preset = &resolved.preset;
-    let mut model = match (&config.init_from, step) {
-        (Some(path), None) => ModelFolder::open(path)?.model()?,
-        _ => Gpt::random(&resolved.config, preset.train.seed)?,
+    let mut model = match model {
+        Some(model) => model,
+        None => Gpt::random(&resolved.config, preset.train.seed)?,
     };
     model.recompute = preset.train.recompute;
     let mut ctx = Ctx::cpu(config.family);
     ctx.set_precision(plan::precision(preset, config.family));
-    let mut trainer = Trainer::new(ctx, model, resolved.optimizer, preset.model.dropout, preset.train.seed)?;
+    // Adapters have the dropout to themselves.
+    let dropout = if model.adaptation().is_some() { 0.0 } else { preset.model.dropout };
+    let mut trainer = Trainer::new(ctx, model, resolved.optimizer, dropout, preset.train.seed)?;
     let Some(step) = step else { return Ok((trainer, Best::default())) };
     let state = folder.restore(step, &mut trainer)?;
     if state.goal != *goal {
-        let what = format!("the run was made with the objective {}, not {goal}", state.goal);
+        let what = format!("the run was made with {}, not {goal}", state.goal);
         return Err(Error::usage(what).with_hint("go on with the command and the flags that began it"));
     }
     if state.kernels != config.family.name() {
@@ -173,7 +212,7 @@ fn trainer(
     Ok((trainer, state.best))
 }
 
-fn companions(resolved: &Resolved) -> Companions {
+fn companions(resolved: &Resolved, config: &GptConfig) -> Companions {
     let end_of_text = resolved.tokenizer.end_of_text();
     let line_break = resolved.tokenizer.encode("\n").ok().and_then(|ids| ids.first().copied());
     let documents = resolved.corpus.has_documents();
@@ -181,8 +220,18 @@ fn companions(resolved: &Resolved) -> Companions {
         end_of_text,
         start: line_break.filter(|_| !documents).unwrap_or(end_of_text),
         tokenizer_json: resolved.tokenizer.to_json().to_owned(),
-        tokenizer_config_json: resolved.tokenizer.config_json(resolved.config.max_position_embeddings),
+        tokenizer_config_json: resolved.tokenizer.config_json(config.max_position_embeddings),
     }
+}
+
+/// The held-out windows of a run, up to so many tokens; 0 for all.
+pub(super) fn held_out(resolved: &Resolved, most: u64) -> impl Iterator<Item = Window> {
+    let most = if most == 0 { usize::MAX } else { most as usize };
+    let mut taken = 0;
+    resolved.corpus.held_out(resolved.context, resolved.context).take_while(move |w| {
+        taken += w.inputs.len();
+        taken <= most.max(w.inputs.len())
+    })
 }
 
 /// Time spent on steps alone, validation and saving left out.
@@ -200,19 +249,14 @@ struct Run<'a> {
     interrupt: &'a Interrupt,
     companions: Companions,
     goal: serde_json::Value,
+    ends_with_best: bool,
     clock: Clock,
     last: Option<StepRecord>,
 }
 
 impl Run<'_> {
     fn evaluate(&self, trainer: &mut Trainer, most: u64) -> Result<Option<Evaluation>> {
-        let (corpus, context) = (&self.resolved.corpus, self.resolved.context);
-        let most = if most == 0 { usize::MAX } else { most as usize };
-        let mut taken = 0;
-        let windows = corpus.held_out(context, context).take_while(|w| {
-            taken += w.inputs.len();
-            taken <= most.max(w.inputs.len())
-        });
+        let windows = held_out(self.resolved, most);
         let evaluation = trainer.as_exported(|ctx, model| eval::evaluate(ctx, model, windows))?;
         Ok(Some(evaluation).filter(|e| e.tokens > 0))
     }
@@ -224,13 +268,19 @@ impl Run<'_> {
 
     fn finish(mut self, trainer: &mut Trainer, ended: Ended, best: Best) -> Result<TrainSummary> {
         let interrupted = ended == Ended::Interrupted;
+        if self.ends_with_best && !interrupted && best.val_loss.is_some() {
+            self.folder.restore_best(trainer)?;
+            self.folder.write_model(trainer, "", &self.companions)?;
+        }
         let evaluation = if interrupted { None } else { self.evaluate(trainer, 0)? };
-        let sample = if interrupted { None } else { Some(self.sample(trainer)?) };
+        // A model with adapters has no room beside it for an engine; its recipe samples when it is gone.
+        let silent = interrupted || trainer.model.adaptation().is_some();
+        let sample = if silent { None } else { Some(self.sample(trainer)?) };
         let corpus = &self.resolved.corpus;
         Ok(TrainSummary {
             out: self.folder.path.clone(),
             preset: self.resolved.preset.name.clone(),
-            parameters: self.resolved.config.parameters(),
+            parameters: trainer.model.config.parameters(),
             steps: trainer.step,
             tokens: trainer.step * self.resolved.tokens_per_step(),
             train_loss: self.last.map(|r| r.loss),

@@ -119,15 +119,30 @@ impl Trainer {
 
     /// Fills what `state` gives from two sources of the same names.
     pub fn restore(&mut self, weights: &mut Source, optimizer: &mut Source) -> Result<()> {
-        for parameter in self.model.trainable() {
-            fill(parameter, parameter.master(), &mut |name, shape| weights(name, shape))?;
-            parameter.touch();
-        }
+        self.fill_weights(weights)?;
         for (kind, tensors) in self.optimizer.state() {
             for (parameter, tensor) in self.model.trainable().zip(tensors) {
                 let Some(tensor) = tensor else { continue };
                 fill(parameter, tensor, &mut |name, shape| optimizer(&format!("{kind}.{name}"), shape))?;
             }
+        }
+        Ok(())
+    }
+
+    fn fill_weights(&self, weights: &mut Source) -> Result<()> {
+        for parameter in self.model.trainable() {
+            fill(parameter, parameter.master(), &mut |name, shape| weights(name, shape))?;
+            parameter.touch();
+        }
+        Ok(())
+    }
+
+    /// Takes trained weights as they were exported; the averages, if they are kept, become the same.
+    pub fn take(&mut self, weights: &mut Source) -> Result<()> {
+        self.fill_weights(weights)?;
+        for (parameter, average) in self.model.trainable().zip(self.optimizer.averages()) {
+            let from = storage::read::<f32>("take", parameter.master())?;
+            storage::write::<f32>("take", average)?.copy_from_slice(&from);
         }
         Ok(())
     }

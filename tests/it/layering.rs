@@ -15,7 +15,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("tokenizer", &["error"]),
     ("data", &["error", "files", "random", "ops", "tokenizer"]),
     ("preset", &["error", "model"]),
-    ("checkpoint", &["error", "files", "nn", "model"]),
+    ("checkpoint", &["error", "files", "ops", "nn", "model"]),
     ("engine", &["error", "random", "ops", "nn", "model"]),
     ("eval", &["error", "data", "ops", "model"]),
     ("trainer", &["error", "random", "data", "ops", "nn", "model"]),

@@ -27,9 +27,9 @@ fn forward_is_the_plain_product_plus_the_residual() {
                 let want = linear::reference(&values(&x), &values(&w), input);
                 let want = Vec::from_iter(want.iter().map(|w| *w as f32));
                 let tolerance = tolerance(input) * size as f32;
-                let y = linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), None).unwrap();
+                let y = linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), None, None).unwrap();
                 assert_close(&what, &values(&y), &want, tolerance);
-                let y = linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), Some(&residual)).unwrap();
+                let y = linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), Some(&residual), None).unwrap();
                 let sum: Vec<f32> = want.iter().zip(values(&residual)).map(|(w, r)| w + r).collect();
                 assert_close(&what, &values(&y), &sum, tolerance);
             }
@@ -52,7 +52,7 @@ fn gradients_are_those_of_autograd_set_or_added() {
                 let keep = if store == Store::Add { 1.0 } else { 0.0 };
                 let want_dx = ((&dx * keep).unwrap() + grads.get(&x).unwrap()).unwrap();
                 let want_dw = ((&dw * keep).unwrap() + grads.get(&w).unwrap()).unwrap();
-                linear::backward_input(&mut ctx, &dy, fresh(&w, &Panels::default()), (&dx, store)).unwrap();
+                linear::backward_input(&mut ctx, &dy, fresh(&w, &Panels::default()), (&dx, store), None).unwrap();
                 linear::backward_weight(&mut ctx, &dy, &x, (&dw, store)).unwrap();
                 assert_close(&what, &values(&dx), &values(&want_dx), 2.0 * tolerance(output));
                 assert_close(&what, &values(&dw), &values(&want_dw), 2.0 * tolerance(n));
@@ -65,18 +65,18 @@ fn gradients_are_those_of_autograd_set_or_added() {
 fn shapes_that_do_not_fit_are_named() {
     let mut ctx = contexts().remove(0);
     let (x, w) = (normal_tensor(1, &[4, 6]), normal_tensor(2, &[5, 7]));
-    let message = linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), None).unwrap_err().to_string();
+    let message = linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), None, None).unwrap_err().to_string();
     assert!(message.contains("a weight of (5, 6)") && message.contains("(5, 7)"), "{message}");
     let w = normal_tensor(2, &[5, 6]);
     let residual = normal_tensor(3, &[4, 6]);
     assert!(
-        linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), Some(&residual))
+        linear::forward(&mut ctx, &x, fresh(&w, &Panels::default()), Some(&residual), None)
             .unwrap_err()
             .to_string()
             .contains("residual")
     );
     let vector = Tensor::from_vec(normal(1, 6), 6, &Device::Cpu).unwrap();
-    assert!(linear::forward(&mut ctx, &vector, fresh(&w, &Panels::default()), None).is_err());
+    assert!(linear::forward(&mut ctx, &vector, fresh(&w, &Panels::default()), None, None).is_err());
 }
 
 fn fresh<'a>(tensor: &'a Tensor, panels: &'a Panels) -> Weight<'a> {
@@ -94,12 +94,16 @@ fn panels_are_made_again_when_the_weight_has_changed() {
             let (w, dy) = (normal_tensor(10 + version, &[70, 33]), normal_tensor(20, &[5, 70]));
             let kept = Weight::Dense { tensor: &w, kept: Some((&panels, version)) };
             let other = Panels::default();
-            let want = values(&linear::forward(&mut ctx, &x, fresh(&w, &other), None).unwrap());
+            let want = values(&linear::forward(&mut ctx, &x, fresh(&w, &other), None, None).unwrap());
             let (dx, dx_kept) = (normal_tensor(3, &[5, 33]), normal_tensor(4, &[5, 33]));
-            linear::backward_input(&mut ctx, &dy, fresh(&w, &other), (&dx, Store::Set)).unwrap();
+            linear::backward_input(&mut ctx, &dy, fresh(&w, &other), (&dx, Store::Set), None).unwrap();
             for _ in 0..2 {
-                assert_eq!(values(&linear::forward(&mut ctx, &x, kept, None).unwrap()), want, "version {version}");
-                linear::backward_input(&mut ctx, &dy, kept, (&dx_kept, Store::Set)).unwrap();
+                assert_eq!(
+                    values(&linear::forward(&mut ctx, &x, kept, None, None).unwrap()),
+                    want,
+                    "version {version}"
+                );
+                linear::backward_input(&mut ctx, &dy, kept, (&dx_kept, Store::Set), None).unwrap();
                 assert_eq!(values(&dx_kept), values(&dx), "version {version}");
             }
         }
@@ -120,11 +124,11 @@ fn blocks_multiply_as_the_numbers_that_they_stand_for() {
                 let whole = Tensor::from_vec(whole, (output, input), &Device::Cpu).unwrap();
                 let dense = Weight::Dense { tensor: &whole, kept: None };
                 let (x, dy) = (normal_tensor(2, &[n, input]), normal_tensor(3, &[n, output]));
-                let y = linear::forward(&mut ctx, &x, Weight::Blocks(&blocks), None).unwrap();
-                assert_eq!(values(&y), values(&linear::forward(&mut ctx, &x, dense, None).unwrap()));
+                let y = linear::forward(&mut ctx, &x, Weight::Blocks(&blocks), None, None).unwrap();
+                assert_eq!(values(&y), values(&linear::forward(&mut ctx, &x, dense, None, None).unwrap()));
                 let (dx, want) = (normal_tensor(4, &[n, input]), normal_tensor(4, &[n, input]));
-                linear::backward_input(&mut ctx, &dy, Weight::Blocks(&blocks), (&dx, Store::Add)).unwrap();
-                linear::backward_input(&mut ctx, &dy, dense, (&want, Store::Add)).unwrap();
+                linear::backward_input(&mut ctx, &dy, Weight::Blocks(&blocks), (&dx, Store::Add), None).unwrap();
+                linear::backward_input(&mut ctx, &dy, dense, (&want, Store::Add), None).unwrap();
                 assert_eq!(values(&dx), values(&want));
             }
         }

@@ -2,6 +2,7 @@
 
 use candle_core::{Tensor, Var};
 use gpt::ops::gemm::Store;
+use gpt::ops::linear::{self, Weight};
 use gpt::ops::lora::{self, Factors, Segment};
 
 use super::support::{assert_close, contexts, normal, normal_tensor, tensor, unset, values};
@@ -9,7 +10,8 @@ use super::support::{assert_close, contexts, normal, normal_tensor, tensor, unse
 /// (rows, inputs, outputs, rank, corrected columns)
 type Shape = (usize, usize, usize, usize, &'static [(usize, usize)]);
 
-const SHAPES: [Shape; 5] = [
+const SHAPES: [Shape; 6] = [
+    (600, 48, 32, 2, &[(8, 32)]),
     (1, 6, 5, 1, &[(0, 5)]),
     (3, 33, 64, 4, &[(0, 32), (48, 64)]),
     (65, 40, 96, 8, &[(0, 32), (32, 64), (64, 96)]),
@@ -37,13 +39,13 @@ fn factors((_, input, _, rank, columns): Shape) -> [Tensor; 2] {
 fn forward_adds_the_plain_formula_to_the_corrected_columns_alone() {
     for mut ctx in contexts() {
         for shape in SHAPES {
-            let (n, input, out, rank, columns) = shape;
+            let (n, input, out, _, columns) = shape;
             let what = format!("{} {shape:?}", ctx.family().name());
             let ([a, b], segments) = (factors(shape), segments(columns));
             let (x, before) = (normal_tensor(3, &[n, input]), normal(4, n * out));
             let y = tensor(before.clone(), &[n, out]);
             let u = lora::forward(&mut ctx, &x, Factors { a: &a, b: &b, segments: &segments, scale: 0.5 }, &y).unwrap();
-            assert_eq!(u.dims(), [n, rank * columns.len()]);
+            assert_close(&what, &values(&u), &values(&x.matmul(&a.t().unwrap()).unwrap()), 1e-4);
             let added = lora::reference(&values(&x), &values(&a), &values(&b), input, &segments, out, 0.5);
             let want: Vec<f32> = before.iter().zip(&added).map(|(y, add)| (f64::from(*y) + add) as f32).collect();
             assert_close(&what, &values(&y), &want, 2e-4);
@@ -86,13 +88,14 @@ fn gradients_are_those_of_autograd_set_or_added() {
             let gradients = (oracle(&x, &a, &b, shape, 0.5) * &dy).unwrap().sum_all().unwrap().backward().unwrap();
             let factors = Factors { a: &a, b: &b, segments: &segments, scale: 0.5 };
             let u = lora::forward(&mut ctx, &x, factors, &normal_tensor(4, &[n, out])).unwrap();
+            let du = lora::backward_outer(&mut ctx, &dy, factors).unwrap();
             for store in [Store::Set, Store::Add] {
                 let slot = |t: &Tensor| if store == Store::Set { unset(t.dims()) } else { normal_tensor(6, t.dims()) };
                 let slots = [slot(&a), slot(&b), slot(&x)];
                 let kept = slots.each_ref().map(values);
                 let [da, db, dx] = &slots;
-                let du = lora::backward(&mut ctx, (&x, &u), factors, &dy, (da, store), (db, store)).unwrap();
-                lora::backward_input(&mut ctx, &du, &a, (dx, store)).unwrap();
+                lora::backward(&mut ctx, (&x, &u), (&dy, &du), factors, (da, store), (db, store)).unwrap();
+                lora::backward_input(&mut ctx, &du, factors, (dx, store)).unwrap();
                 for ((got, var), kept) in slots.iter().zip([&a, &b, &x]).zip(kept) {
                     let want = values(&gradients.get(var).unwrap().contiguous().unwrap());
                     let size = want.iter().map(|x| x.abs()).fold(1f32, f32::max);
@@ -116,12 +119,21 @@ fn a_merged_correction_is_the_correction() {
         let factors = Factors { a: &a, b: &b, segments: &segments, scale: 0.5 };
         let y = tensor(vec![0.0; n * out], &[n, out]);
         let u = lora::forward(&mut ctx, &x, factors, &y).unwrap();
-        let mut weight = vec![0.0; out * input];
-        lora::merge(&mut weight, &values(&a), &values(&b), rank, 0.5);
+        let (base, mut weight) = (normal(7, out * input), vec![f32::NAN; out * input]);
+        lora::merge(ctx.family(), &base, (&values(&a), &values(&b), rank), 0.5, &mut weight);
+        let plain = linear::reference(&values(&x), &base, input);
+        let want: Vec<f32> = values(&y).iter().zip(plain).map(|(y, plain)| y + plain as f32).collect();
         let weight = tensor(weight, &[out, input]);
-        assert_close("y", &values(&x.matmul(&weight.t().unwrap()).unwrap()), &values(&y), 5e-5);
+        let merged = Weight::Dense { tensor: &weight, kept: None };
+        let (got, beside) = lora::layer_forward(&mut ctx, &x, merged, None, factors).unwrap();
+        assert_close("y", &values(&got), &want, 5e-5);
+        assert_close("u", &values(&beside), &values(&u), 1e-5);
+        let (dx, want_dx) = (unset(x.dims()), dy.matmul(&weight).unwrap());
+        let du = lora::layer_backward_input(&mut ctx, &dy, merged, factors, (&dx, Store::Set)).unwrap();
+        assert_close("dx", &values(&dx), &values(&want_dx), 5e-5);
+        assert_close("du", &values(&du), &values(&lora::backward_outer(&mut ctx, &dy, factors).unwrap()), 1e-5);
         let (da, db) = (unset(a.dims()), unset(b.dims()));
-        lora::backward(&mut ctx, (&x, &u), factors, &dy, (&da, Store::Set), (&db, Store::Set)).unwrap();
+        lora::backward(&mut ctx, (&x, &u), (&dy, &du), factors, (&da, Store::Set), (&db, Store::Set)).unwrap();
         let dweight = dy.t().unwrap().matmul(&x).unwrap();
         let (merged_da, merged_db) = (unset(a.dims()), unset(b.dims()));
         let slots = ((&merged_da, Store::Set), (&merged_db, Store::Set));
@@ -144,10 +156,11 @@ fn gradients_are_finite_differences() {
     };
     let factors = Factors { a: &a, b: &b, segments: &segments, scale: 0.7 };
     let u = lora::forward(&mut ctx, &x, factors, &normal_tensor(4, &[n, out])).unwrap();
+    let du = lora::backward_outer(&mut ctx, &dy, factors).unwrap();
     let slots = [unset(a.dims()), unset(b.dims()), unset(x.dims())];
-    let du =
-        lora::backward(&mut ctx, (&x, &u), factors, &dy, (&slots[0], Store::Set), (&slots[1], Store::Set)).unwrap();
-    lora::backward_input(&mut ctx, &du, &a, (&slots[2], Store::Set)).unwrap();
+    let factor_slots = ((&slots[0], Store::Set), (&slots[1], Store::Set));
+    lora::backward(&mut ctx, (&x, &u), (&dy, &du), factors, factor_slots.0, factor_slots.1).unwrap();
+    lora::backward_input(&mut ctx, &du, factors, (&slots[2], Store::Set)).unwrap();
     let all = [values(&a), values(&b), values(&x)];
     for (which, slot) in slots.iter().enumerate() {
         for (i, got) in values(slot).iter().enumerate() {
@@ -164,7 +177,7 @@ fn gradients_are_finite_differences() {
 
 #[test]
 fn the_number_of_threads_changes_no_bit() {
-    let shape = SHAPES[3];
+    let shape = SHAPES[0];
     let (n, input, out, _, columns) = shape;
     let ([a, b], segments) = (factors(shape), segments(columns));
     let run = |threads| {
@@ -174,9 +187,10 @@ fn the_number_of_threads_changes_no_bit() {
             let (x, y) = (normal_tensor(3, &[n, input]), normal_tensor(4, &[n, out]));
             let factors = Factors { a: &a, b: &b, segments: &segments, scale: 0.5 };
             let u = lora::forward(&mut ctx, &x, factors, &y).unwrap();
+            let du = lora::backward_outer(&mut ctx, &y, factors).unwrap();
             let (da, db) = (unset(a.dims()), unset(b.dims()));
-            lora::backward(&mut ctx, (&x, &u), factors, &y, (&da, Store::Set), (&db, Store::Set)).unwrap();
-            [values(&y), values(&da), values(&db)]
+            lora::backward(&mut ctx, (&x, &u), (&y, &du), factors, (&da, Store::Set), (&db, Store::Set)).unwrap();
+            [values(&y), values(&da), values(&db), values(&du)]
         })
     };
     assert!(run(1) == run(2) && run(1) == run(3));
@@ -185,7 +199,7 @@ fn the_number_of_threads_changes_no_bit() {
 #[test]
 fn factors_that_do_not_fit_are_refused() {
     let mut ctx = contexts().remove(0);
-    let shape = SHAPES[1];
+    let shape = SHAPES[2];
     let ([a, b], segments) = (factors(shape), segments(shape.4));
     let (x, y) = (normal_tensor(3, &[3, 33]), normal_tensor(4, &[3, 64]));
     let whole = Factors { a: &a, b: &b, segments: &segments, scale: 1.0 };

@@ -22,7 +22,7 @@ pub use tile::{Tile, multiply_panel};
 use super::ctx::Ctx;
 use super::simd::Family;
 use pack::with_row_tiles;
-use tile::multiply_tiles;
+use tile::{RowTiles, multiply_tiles};
 
 /// The type of the factors that a product multiplies; sums are f32 with both.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -158,23 +158,43 @@ pub fn gemm(ctx: &mut Ctx, a: Matrix, b: Matrix, c: &mut [f32], store: Store) {
     packed.recycle(ctx);
 }
 
-/// `gemm` into the `b.cols` columns from `first` on of a C with rows of `stride` elements; the others are left alone.
-pub fn gemm_columns(ctx: &mut Ctx, a: Matrix, b: Matrix, (c, stride, first): (&mut [f32], usize, usize), store: Store) {
+/// A second, narrow product with the left operand of another: `matrix` (k, n) and where it goes, (m, n).
+pub struct Side<'a> {
+    pub matrix: Matrix<'a>,
+    pub to: &'a mut [f32],
+}
+
+/// `gemm`, and the side's product, for which A is read and rounded no second time.
+pub fn gemm_beside(ctx: &mut Ctx, a: Matrix, b: Matrix, (c, store): (&mut [f32], Store), side: Side) {
+    let Side { matrix, to } = side;
+    assert_eq!((a.cols, a.rows * matrix.cols), (matrix.rows, to.len()), "gemm shapes");
+    let (packed, beside) = (pack(ctx, b), pack(ctx, matrix));
+    let family = ctx.family();
+    match (&packed, &beside) {
+        (Packed::F32(packed), Packed::F32(beside)) => {
+            multiply_both(family, a, [(packed, b.cols, c, store), (beside, matrix.cols, to, Store::Set)]);
+        }
+        (Packed::Bf16(packed), Packed::Bf16(beside)) => {
+            multiply_both(family, a, [(packed, b.cols, c, store), (beside, matrix.cols, to, Store::Set)]);
+        }
+        _ => {
+            multiply_packed(ctx, a, (b, &packed), c, store);
+            multiply_packed(ctx, a, (matrix, &beside), to, Store::Set);
+        }
+    }
+    packed.recycle(ctx);
+    beside.recycle(ctx);
+}
+
+/// `gemm` into the `b.cols` columns from `first` on of a C with rows of `stride` elements; the others are left alone. In f32,
+/// for thin products: rounding their operands would take longer than multiplying them.
+pub fn gemm_columns(ctx: &Ctx, a: Matrix, b: Matrix, (c, stride, first): (&mut [f32], usize, usize), store: Store) {
     assert_eq!((a.cols, a.rows * stride), (b.rows, c.len()), "gemm shapes");
     assert!(first + b.cols <= stride, "{} columns from {first} on in rows of {stride}", b.cols);
     let c = &mut c[first.min(a.rows * stride)..];
-    match ctx.precision() {
-        Precision::F32 => {
-            let packed = panels(ctx, b);
-            multiply::<f32>(ctx.family(), a, &packed, b.cols, (c, stride), store);
-            ctx.recycle(packed);
-        }
-        Precision::Bf16 => {
-            let packed = panels(ctx, b);
-            multiply::<Bf16x2>(ctx.family(), a, &packed, b.cols, (c, stride), store);
-            ctx.recycle(packed);
-        }
-    }
+    let packed = panels::<f32>(ctx, b);
+    multiply(ctx.family(), a, &packed, b.cols, (c, stride), store);
+    ctx.recycle(packed);
 }
 
 /// Packs B (k, n) for `multiply_packed`, in parallel.
@@ -187,7 +207,8 @@ pub fn pack(ctx: &Ctx, b: Matrix) -> Packed {
     }
 }
 
-fn panels<E: Factor>(ctx: &Ctx, b: Matrix) -> Vec<E> {
+/// B (k, n) in panels, `[n / width][k][width]` for the width that `panel_width` gives.
+pub fn panels<E: Factor>(ctx: &Ctx, b: Matrix) -> Vec<E> {
     let (family, width) = (ctx.family(), panel_width(ctx.family(), b.cols));
     let panel = b.rows.div_ceil(E::STEPS) * width;
     let mut packed = ctx.vec(b.cols.div_ceil(width) * panel);
@@ -235,26 +256,72 @@ fn multiply<E: Factor>(
     }
     let width = panel_width(family, n);
     let rows = block_rows(family, m, width);
-    let steps = k.div_ceil(E::STEPS);
     c.par_chunks_mut(rows * stride).enumerate().for_each(|(block, c)| {
         let a = a.rows(block * rows, (block * rows + rows).min(m));
-        for start in (0..steps).step_by(K_BLOCK) {
-            let end = (start + K_BLOCK).min(steps);
-            let store = if start == 0 { store } else { Store::Add };
-            with_row_tiles(
-                family,
-                a.columns(start * E::STEPS, (end * E::STEPS).min(k)),
-                tile_rows(family, width),
-                |a| {
-                    for (panel, packed) in packed.chunks_exact(steps * width).enumerate() {
-                        let (column, cols) = (panel * width, width.min(n - panel * width));
-                        let out = Tile { c: &mut c[column..], stride, cols, store };
-                        multiply_tiles(family, width, a, &packed[start * width..end * width], out);
-                    }
-                },
-            );
-        }
+        for_k_blocks(family, a, width, |steps, a| {
+            block_of_panels(family, a, (packed, k.div_ceil(E::STEPS), steps), n, (c, stride), store);
+        });
     });
+}
+
+/// An output of `multiply_both`: packed B, its columns, C, and how it is stored.
+type Output<'a, E> = (&'a [E], usize, &'a mut [f32], Store);
+
+/// Two products of the same A, whose rows are contiguous; block by block of its rows.
+fn multiply_both<E: Factor>(family: Family, a: Matrix, [first, second]: [Output<E>; 2]) {
+    a.check();
+    assert_eq!(a.col_stride, 1, "A's rows are contiguous");
+    let (m, k) = (a.rows, a.cols);
+    if m == 0 || k == 0 || first.1 == 0 || second.1 == 0 {
+        multiply(family, a, first.0, first.1, (first.2, first.1.max(1)), first.3);
+        return multiply(family, a, second.0, second.1, (second.2, second.1.max(1)), second.3);
+    }
+    let width = panel_width(family, first.1);
+    let rows = block_rows(family, m, width);
+    let steps_of_k = k.div_ceil(E::STEPS);
+    let blocks = first.2.par_chunks_mut(rows * first.1).zip(second.2.par_chunks_mut(rows * second.1)).enumerate();
+    blocks.for_each(|(block, (c, beside))| {
+        let a = a.rows(block * rows, (block * rows + rows).min(m));
+        for_k_blocks(family, a, width, |steps, a| {
+            block_of_panels(family, a, (first.0, steps_of_k, steps.clone()), first.1, (c, first.1), first.3);
+            // Tiles of another height, over rows that lie one after the other all the same.
+            let tile_stride = tile_rows(family, panel_width(family, second.1)) * a.row_stride;
+            let a = RowTiles { tile_stride, ..a };
+            block_of_panels(family, a, (second.0, steps_of_k, steps), second.1, (beside, second.1), second.3);
+        });
+    });
+}
+
+/// Hands out A as tiles for panels of that width, a block of k after the other, with the steps of k that it has.
+fn for_k_blocks<E: Factor>(
+    family: Family,
+    a: Matrix,
+    width: usize,
+    mut each: impl FnMut(std::ops::Range<usize>, RowTiles<E>),
+) {
+    let steps = a.cols.div_ceil(E::STEPS);
+    for start in (0..steps).step_by(K_BLOCK) {
+        let end = (start + K_BLOCK).min(steps);
+        let part = a.columns(start * E::STEPS, (end * E::STEPS).min(a.cols));
+        with_row_tiles(family, part, tile_rows(family, width), |a| each(start..end, a));
+    }
+}
+
+/// Some rows of A, over some steps of k, times all panels of B: C, in rows of `stride`, is set at the first step only.
+fn block_of_panels<E: Factor>(
+    family: Family,
+    a: RowTiles<E>,
+    (packed, all_steps, steps): (&[E], usize, std::ops::Range<usize>),
+    n: usize,
+    (c, stride): (&mut [f32], usize),
+    store: Store,
+) {
+    let (width, store) = (panel_width(family, n), if steps.start == 0 { store } else { Store::Add });
+    for (panel, packed) in packed.chunks_exact(all_steps * width).enumerate() {
+        let (column, cols) = (panel * width, width.min(n - panel * width));
+        let out = Tile { c: &mut c[column..], stride, cols, store };
+        multiply_tiles(family, width, a, &packed[steps.start * width..steps.end * width], out);
+    }
 }
 
 /// Rows of C a task: enough tasks to balance the threads, whole tiles each, few enough that a panel is reused.
@@ -370,8 +437,25 @@ mod tests {
     }
 
     #[test]
-    fn a_product_goes_into_some_columns_and_touches_no_others() {
+    fn a_product_beside_another_is_the_product_alone() {
         for mut ctx in contexts() {
+            for (m, k, n, narrow) in [(1, 3, 2, 1), (50, 8, 40, 9), (7, 2200, 33, 16), (301, 70, 130, 24), (5, 0, 3, 2)]
+            {
+                let (a, b, s) = (numbers(1, m * k), numbers(2, k * n), numbers(4, k * narrow));
+                let (a, b, s) = (Matrix::new(&a, m, k), Matrix::new(&b, k, n), Matrix::new(&s, k, narrow));
+                let (mut c, mut beside) = (numbers(3, m * n), vec![f32::NAN; m * narrow]);
+                let (mut want_c, mut want) = (c.clone(), vec![f32::NAN; m * narrow]);
+                gemm(&mut ctx, a, b, &mut want_c, Store::Add);
+                gemm(&mut ctx, a, s, &mut want, Store::Set);
+                gemm_beside(&mut ctx, a, b, (&mut c, Store::Add), Side { matrix: s, to: &mut beside });
+                assert!(c == want_c && beside == want, "{m}x{k}x{n}+{narrow}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_product_goes_into_some_columns_and_touches_no_others() {
+        for ctx in contexts() {
             for (m, k, n, stride, first) in
                 [(1, 3, 2, 7, 5), (50, 8, 40, 100, 30), (13, 0, 16, 20, 4), (301, 70, 64, 64, 0)]
             {
@@ -381,9 +465,9 @@ mod tests {
                     let before = numbers(3, m * stride);
                     let columns =
                         |all: &[f32]| all.chunks(stride).flat_map(|r| r[first..first + n].to_vec()).collect::<Vec<_>>();
-                    let want = reference(ctx.precision(), a, b, &columns(&before), store);
+                    let want = reference(Precision::F32, a, b, &columns(&before), store);
                     let mut c = before.clone();
-                    gemm_columns(&mut ctx, a, b, (&mut c, stride, first), store);
+                    gemm_columns(&ctx, a, b, (&mut c, stride, first), store);
                     for (got, want) in columns(&c).iter().zip(&want) {
                         assert!((f64::from(*got) - want).abs() < 5e-5, "{m}x{k}x{n}: {got}, expected {want}");
                     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::eval::{self, EvalConfig};
-use super::plan::Resolved;
+use super::plan::{self, Resolved};
 use super::report::{Event, Interrupt, Report};
 use super::run_folder::PRESET;
 use super::sample::prompts::Prompt;
@@ -140,9 +140,7 @@ fn with_defaults(train: &TrainConfig, teacher: &Path) -> Result<TrainConfig> {
     if !Tokenizer::open(teacher)?.is_bytes() {
         given.push(("tokenizer.file".into(), teacher.join("tokenizer.json").display().to_string()));
     }
-    given.retain(|(key, _)| train.given.iter().all(|(other, _)| other != key));
-    given.append(&mut train.given);
-    train.given = given;
+    plan::with_defaults(&mut train.given, given);
     Ok(train)
 }
 
@@ -166,7 +164,7 @@ fn goal(config: &DistillConfig, place: &Path, resolved: &Resolved) -> Result<Goa
         );
         return Err(Error::usage(what).with_hint("give a smaller --context"));
     }
-    let hash = checkpoint::hash(place)?;
+    let hash = folder.hash()?;
     let Settings { divergence, temperature, alpha } = config.settings;
     let settings = serde_json::json!({
         "kind": "distillation",
@@ -186,7 +184,7 @@ fn goal(config: &DistillConfig, place: &Path, resolved: &Resolved) -> Result<Goa
         Box::new(move |model, prompts, seq, window| continued(model, prompts, seq, (seed << 32) ^ window, family));
     let on_policy = (config.on_policy > 0.0).then_some((config.on_policy, generate));
     let objective = Distillation { teacher: folder.model()?, settings: config.settings, on_policy, memory };
-    Ok(Goal { settings, objective: Box::new(objective) })
+    Ok(Goal { objective: Box::new(objective), ..Goal::next_token(settings, None) })
 }
 
 fn teacher_file(k: usize, teacher: &str, resolved: &Resolved) -> Result<TeacherFile> {
@@ -237,6 +235,7 @@ fn compare(
     let data = Preset::open(&student.join(PRESET))?.data;
     let config = EvalConfig {
         checkpoint: Some(teacher.clone()),
+        adapters: Vec::new(),
         data: Some(data.source.clone()),
         whole: false,
         test: false,

@@ -25,7 +25,7 @@ pub use crate::nn::cache::{CacheSettings, CacheType, DEFAULT_SINKS, Quantization
 use crate::ops::{ctx::Ctx, simd::Family};
 use crate::tokenizer::Tokenizer;
 use memory::{Budget, Load, Memory};
-pub use models::{DraftChoice, Models, open_engine};
+pub use models::{DraftChoice, Models, open_engine, open_folder};
 use prompts::Prompt;
 use settings::{Generation, Given};
 pub use text::Marks;
@@ -35,6 +35,8 @@ use text::Output;
 #[derive(Clone, Debug)]
 pub struct SampleConfig {
     pub checkpoint: Option<PathBuf>,
+    /// Adapters that are added to it, each times its scale.
+    pub adapters: Vec<(PathBuf, f32)>,
     /// Row i is sampled with the seed of the flags plus i, unless its prompt names one.
     pub prompts: Vec<Prompt>,
     /// Rows worked on at a time.
@@ -69,6 +71,7 @@ impl SampleConfig {
     pub fn new(family: Family) -> Self {
         Self {
             checkpoint: None,
+            adapters: Vec::new(),
             prompts: Vec::new(),
             width: 1,
             max_tokens: 400,
@@ -180,7 +183,13 @@ impl Session {
     /// Opens what the config names and prepares it.
     pub fn open(config: &SampleConfig, report: &mut dyn Report) -> Result<Self> {
         check(config)?;
-        let mut models = Models::open(config.checkpoint.as_deref(), config.kind, &config.draft, config.family, report)?;
+        let mut models = Models::open(
+            (config.checkpoint.as_deref(), &config.adapters),
+            config.kind,
+            &config.draft,
+            config.family,
+            report,
+        )?;
         models.engine.set_prefill_chunk(config.prefill_chunk)?;
         if config.draft_tokens.is_some() && models.draft.is_none() {
             report.event(Event::Warning("there is no draft, so --draft-tokens does nothing".into()));
@@ -518,7 +527,11 @@ pub fn engine(model: &Gpt, kind: WeightType, family: Family) -> Result<Engine> {
 
 /// One short text from a model in training.
 pub fn from_model(model: &Gpt, family: Family, tokenizer: &Tokenizer, start: u32) -> Result<String> {
-    let mut engine = engine(model, WeightType::F32, family)?;
+    from_engine(&mut engine(model, WeightType::F32, family)?, tokenizer, start)
+}
+
+/// One short text.
+pub fn from_engine(engine: &mut Engine, tokenizer: &Tokenizer, start: u32) -> Result<String> {
     let sampling = Sampling { temperature: 0.8, ..Sampling::default() };
     let settings = RowSettings { sampling, stop: vec![tokenizer.end_of_text()], ..RowSettings::default() };
     let mut row = engine.row(&[start], settings)?;

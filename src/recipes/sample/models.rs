@@ -27,6 +27,7 @@ pub enum DraftChoice {
 
 pub struct Models {
     pub place: PathBuf,
+    folder: ModelFolder,
     pub engine: Engine,
     pub kind: WeightType,
     pub tokenizer: Tokenizer,
@@ -37,7 +38,7 @@ pub struct Models {
 
 impl Models {
     pub fn open(
-        checkpoint: Option<&Path>,
+        (checkpoint, adapters): (Option<&Path>, &[(PathBuf, f32)]),
         kind: Option<WeightType>,
         draft: &DraftChoice,
         family: Family,
@@ -48,7 +49,8 @@ impl Models {
             report.event(Event::Note(format!("using {}", place.display())));
         }
         // Says best what is wrong with a folder that is no model.
-        let vocab_size = ModelFolder::open(&place)?.config.vocab_size;
+        let folder = open_folder(&place, adapters)?;
+        let vocab_size = folder.config.vocab_size;
         let tokenizer = Tokenizer::open(&place)?;
         let generation = Generation::open(&place)?;
         let draft_place = match draft {
@@ -69,8 +71,8 @@ impl Models {
         if let (Some(path), DraftChoice::Beside) = (&draft_place, draft) {
             report.event(Event::Note(format!("with the draft {}", path.display())));
         }
-        let (engine, kind) = open_engine(&ctx, &place, &tokenizer, kind)?;
-        Ok(Self { place, engine, kind, tokenizer, generation, draft: source, draft_place })
+        let (engine, kind) = open_engine(&ctx, &folder, &tokenizer, kind)?;
+        Ok(Self { place, folder, engine, kind, tokenizer, generation, draft: source, draft_place })
     }
 
     /// The model and, if it has one, its draft model.
@@ -90,7 +92,7 @@ impl Models {
     /// What keys and values of this model depend on.
     pub fn origin(&self, cache: CacheSettings, family: Family) -> Result<Origin> {
         Ok(Origin {
-            model: checkpoint::hash(&self.place)?,
+            model: self.folder.hash()?,
             weights: self.kind.name().to_owned(),
             kernels: family.name().to_owned(),
             cache: format!("{cache:?}"),
@@ -104,20 +106,24 @@ fn beside(place: &Path) -> Option<PathBuf> {
     draft.join("config.json").is_file().then_some(draft)
 }
 
+/// A checkpoint with adapters on top.
+pub fn open_folder(place: &Path, adapters: &[(PathBuf, f32)]) -> Result<ModelFolder> {
+    adapters.iter().try_fold(ModelFolder::open(place)?, |folder, (path, scale)| folder.with_adapter(path, *scale))
+}
+
 /// The engine of a checkpoint and the type of its weights.
 pub fn open_engine(
     ctx: &Ctx,
-    place: &Path,
+    folder: &ModelFolder,
     tokenizer: &Tokenizer,
     kind: Option<WeightType>,
 ) -> Result<(Engine, WeightType)> {
-    let folder = ModelFolder::open(place)?;
     if tokenizer.len() > folder.config.vocab_size {
         let found = format!("{} of {} tokens", folder.config.vocab_size, tokenizer.len());
-        return Err(Error::file(place.join("config.json"), "a vocabulary for the whole tokenizer", found));
+        return Err(Error::file(folder.base.join("config.json"), "a vocabulary for the whole tokenizer", found));
     }
-    let kind = kind.unwrap_or_else(|| stored_type(&folder));
-    let weights = |name: &str, shape: &[usize]| folder.weights.get(name, shape);
+    let kind = kind.unwrap_or_else(|| stored_type(folder));
+    let weights = |name: &str, shape: &[usize]| folder.get(name, shape);
     Ok((Engine::new(ctx.fork(), &folder.config, kind, weights)?, kind))
 }
 
@@ -128,7 +134,8 @@ fn open_draft(
     (target, vocab_size, tokenizer): (&Path, usize, &Tokenizer),
     kind: Option<WeightType>,
 ) -> Result<Engine> {
-    let own_size = ModelFolder::open(draft)?.config.vocab_size;
+    let folder = ModelFolder::open(draft)?;
+    let own_size = folder.config.vocab_size;
     let own = Tokenizer::open(draft)?;
     let wrong = |found: String| {
         Error::file(draft, format!("a draft with the tokenizer of {}", target.display()), found)
@@ -148,9 +155,9 @@ fn open_draft(
         return Err(wrong(format!("a vocabulary of {own_size}, padding included, not {vocab_size}")));
     }
     // Blocks need rows of whole blocks, which a draft may not have: then it is kept as it is stored.
-    match open_engine(ctx, draft, &own, kind) {
+    match open_engine(ctx, &folder, &own, kind) {
         Ok((engine, _)) => Ok(engine),
-        Err(_) if kind.is_some() => Ok(open_engine(ctx, draft, &own, None)?.0),
+        Err(_) if kind.is_some() => Ok(open_engine(ctx, &folder, &own, None)?.0),
         Err(error) => Err(error),
     }
 }
