@@ -168,16 +168,14 @@ impl Adapter {
     }
 
     /// Adds its correction of the weight of that name (out, in), times `scale`, if it has one.
-    pub fn add_to(&self, name: &str, shape: &[usize], weight: &mut Vec<f32>, scale: f32) -> Result<()> {
+    pub fn add_to(&self, name: &str, shape: &[usize], weight: &mut [f32], scale: f32) -> Result<()> {
         let [a, b] = lora::names(name);
         let (rank, [out, input]) = (self.settings.rank, shape) else { return Ok(()) };
         if !self.weights.contains(&a) {
             return Ok(());
         }
         let (a, b) = (self.weights.get(&a, &[rank, *input])?, self.weights.get(&b, &[*out, rank])?);
-        let base = std::mem::replace(weight, vec![0.0; out * input]);
-        let scale = scale * self.settings.scale();
-        crate::ops::lora::merge(Family::detect(), &base, (&a, &b, rank), scale, weight);
+        crate::ops::lora::merge(Family::detect(), weight, (&a, &b, rank), scale * self.settings.scale());
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::nn::dropout::Dropout;
 use crate::nn::lora::Lora;
 use crate::nn::parameter::Parameter;
-use crate::ops::ctx::{Ctx, Value};
+use crate::ops::ctx::Ctx;
 use crate::ops::gemm::Store;
 use crate::ops::linear::{self, Weight};
 use crate::ops::{dropout, lora};
@@ -61,8 +61,9 @@ impl Linear {
         let add = residual.map(|r| &**r.value());
         let (y, u, input) = match mask {
             None => {
-                let merged = lora.merged(ctx, &self.weight)?;
-                let (y, u) = lora::layer_forward(ctx, x.value(), dense(&merged), add, lora.factors())?;
+                let weight = self.weight.matrix();
+                let merged = Weight::Corrected(&weight, lora.factors());
+                let (y, u) = lora::layer_forward(ctx, x.value(), merged, add, lora.factors())?;
                 (y, u, x.value().clone())
             }
             Some(mask) => {
@@ -78,12 +79,13 @@ impl Linear {
             let factors = lora.factors();
             let mut du = None;
             gradients.write(ctx, &x, |ctx, dx, store| {
+                let plain = weight.matrix();
                 let Some(mask) = mask else {
-                    let merged = lora.merged(ctx, &weight)?;
-                    du = Some(lora::layer_backward_input(ctx, &dy, dense(&merged), factors, (dx, store))?);
+                    let merged = Weight::Corrected(&plain, factors);
+                    du = Some(lora::layer_backward_input(ctx, &dy, merged, factors, (dx, store))?);
                     return Ok(());
                 };
-                let outer = lora::layer_backward_input(ctx, &dy, weight.matrix(), factors, (dx, store))?;
+                let outer = lora::layer_backward_input(ctx, &dy, plain, factors, (dx, store))?;
                 let masked = ctx.vec::<f32>(dx.elem_count());
                 let masked = ctx.value(masked, dx.shape());
                 lora::backward_input(ctx, &outer, factors, (&masked, Store::Set))?;
@@ -101,9 +103,4 @@ impl Linear {
             }
         }))
     }
-}
-
-/// A weight that was made for one product.
-fn dense(merged: &Value) -> Weight<'_> {
-    Weight::Dense { tensor: merged, kept: None }
 }

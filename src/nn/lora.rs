@@ -156,27 +156,16 @@ impl Lora {
         lora::Factors { a: self.a.master(), b: self.b.master(), segments: &self.segments, scale: self.scale }
     }
 
-    /// The layer's weight with the correction added: what the layer multiplies by if nothing is dropped.
+    /// A weight with the correction added, whole: for a head, whose op needs it so.
     pub fn merged(&self, ctx: &mut Ctx, weight: &Parameter) -> Result<Value> {
         let whole = weight.whole(ctx);
-        let mut merged = ctx.vec::<f32>(whole.elem_count());
-        {
-            let (from, family) = (storage::read::<f32>("lora", &whole)?, ctx.family());
-            let a = storage::read::<f32>("lora", self.a.master())?;
-            let b = storage::read::<f32>("lora", self.b.master())?;
-            let (input, rank) = (self.a.master().dims()[1], self.b.master().dims()[1]);
-            let mut next = 0;
-            for (i, lora::Segment { columns, rows }) in self.segments.iter().enumerate() {
-                let own = columns.start * input..columns.end * input;
-                merged[next..own.start].copy_from_slice(&from[next..own.start]);
-                next = own.end;
-                let factors =
-                    (&a[i * rank * input..(i + 1) * rank * input], &b[rows.start * rank..rows.end * rank], rank);
-                lora::merge(family, &from[own.clone()], factors, self.scale, &mut merged[own]);
-            }
-            merged[next..].copy_from_slice(&from[next..]);
-        }
-        Ok(ctx.value(merged, whole.shape()))
+        let (a, b) = (self.a.master(), self.b.master());
+        let ((out, input), mut merged) = (whole.dims2()?, ctx.vec::<f32>(whole.elem_count()));
+        let from = storage::read::<f32>("lora", &whole)?;
+        let numbers = (&*storage::read::<f32>("lora", a)?, &*storage::read::<f32>("lora", b)?);
+        self.factors().correct(ctx.family(), numbers, (0..out, 0..input), (&from, input), &mut merged);
+        drop(from);
+        Ok(ctx.value(merged, (out, input)))
     }
 
     /// The mask for the input of A, if anything is dropped there.

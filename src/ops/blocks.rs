@@ -167,8 +167,15 @@ impl BlockMatrix {
 
     /// The numbers of row `i`.
     pub fn unpack_row(&self, family: Family, i: usize, to: &mut [f32]) {
-        let bytes = self.row_bytes();
-        unpack(family, self.format, &self.data[i * bytes..(i + 1) * bytes], to);
+        self.unpack_part(family, i, 0, to);
+    }
+
+    /// Numbers of row `i` from column `first` on, both whole blocks.
+    pub fn unpack_part(&self, family: Family, i: usize, first: usize, to: &mut [f32]) {
+        assert!(first.is_multiple_of(BLOCK) && to.len().is_multiple_of(BLOCK), "{first}, {} of a row", to.len());
+        let size = Self::block_bytes(self.format);
+        let start = i * self.row_bytes() + first / BLOCK * size;
+        unpack(family, self.format, &self.data[start..start + to.len() / BLOCK * size], to);
     }
 
     /// The numbers of all rows.

@@ -34,6 +34,7 @@ pub fn forward(ctx: &mut Ctx, table: Weight, ids: &[u32]) -> Result<Value> {
             rows.for_each(|(y, id)| y.copy_from_slice(&table[*id as usize * columns..][..columns]));
         }
         Weight::Blocks(blocks) => rows.for_each(|(y, id)| blocks.unpack_row(ctx.family(), *id as usize, y)),
+        Weight::Corrected(..) => return Err(Error::op("embedding", "a table", "one with a correction")),
     }
     Ok(ctx.value(y, (ids.len(), columns)))
 }

@@ -1,13 +1,17 @@
 //! The linear layer's three products: y = x W^T, dx = dy W, dW = dy^T x. Called by `nn::linear`.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use super::add;
 use super::blocks::BlockMatrix;
 use super::ctx::{Ctx, Value};
-use super::gemm::{Kept, Matrix, Side, Store, gemm, gemm_beside};
-use super::storage;
+use super::gemm::{Kept, MADE, Made, Matrix, Side, Store, gemm, gemm_made};
+use super::lora::Factors;
+use super::simd::Family;
+use super::storage::{self, Read};
 use crate::error::{Error, Result};
 
 /// What is kept of a weight between products: its panels for each of the two that it is the right operand of.
@@ -25,15 +29,88 @@ pub enum Weight<'a> {
     Dense { tensor: &'a Tensor, kept: Option<(&'a Panels, u64)> },
     /// In blocks, which become numbers for the time of a product.
     Blocks(&'a BlockMatrix),
+    /// One of these with a correction, which is added for the time of a product.
+    Corrected(&'a Weight<'a>, Factors<'a>),
 }
 
 impl Weight<'_> {
     /// (out, in)
     pub fn dims(&self) -> Result<(usize, usize)> {
+        match self {
+            Weight::Dense { tensor, .. } => Ok(tensor.dims2()?),
+            Weight::Blocks(blocks) => Ok((blocks.rows(), blocks.columns())),
+            Weight::Corrected(weight, _) => weight.dims(),
+        }
+    }
+
+    fn numbers(&self) -> Result<Numbers<'_>> {
+        let op = "linear";
         Ok(match self {
-            Weight::Dense { tensor, .. } => tensor.dims2()?,
-            Weight::Blocks(blocks) => (blocks.rows(), blocks.columns()),
+            Weight::Dense { tensor, .. } => Numbers::Dense(storage::read::<f32>(op, tensor)?, self.dims()?),
+            Weight::Blocks(blocks) => Numbers::Blocks(blocks),
+            Weight::Corrected(weight, factors) => {
+                factors.check(self.dims()?)?;
+                let read = [storage::read::<f32>(op, factors.a)?, storage::read::<f32>(op, factors.b)?];
+                Numbers::Corrected(Box::new(weight.numbers()?), read, *factors)
+            }
         })
+    }
+
+    fn bytes(&self) -> Result<usize> {
+        Ok(match self {
+            Weight::Dense { tensor, .. } => 4 * tensor.elem_count(),
+            Weight::Blocks(blocks) => blocks.as_bytes().len(),
+            Weight::Corrected(weight, factors) => {
+                weight.bytes()? + 4 * (factors.a.elem_count() + factors.b.elem_count())
+            }
+        })
+    }
+}
+
+/// A weight opened for reading.
+enum Numbers<'a> {
+    Dense(Read<'a, f32>, (usize, usize)),
+    Blocks(&'a BlockMatrix),
+    Corrected(Box<Numbers<'a>>, [Read<'a, f32>; 2], Factors<'a>),
+}
+
+/// Numbers that are made for one product.
+struct MadeWeight<'a>(&'a Numbers<'a>, Family);
+
+impl Made for MadeWeight<'_> {
+    fn dims(&self) -> (usize, usize) {
+        match self.0 {
+            Numbers::Dense(_, dims) => *dims,
+            Numbers::Blocks(blocks) => (blocks.rows(), blocks.columns()),
+            Numbers::Corrected(weight, ..) => MadeWeight(weight, self.1).dims(),
+        }
+    }
+
+    fn fill(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
+        let width = columns.len();
+        match self.0 {
+            Numbers::Dense(numbers, (_, k)) => {
+                for (row, to) in rows.zip(to.chunks_exact_mut(width)) {
+                    to.copy_from_slice(&numbers[row * k..][columns.clone()]);
+                }
+            }
+            Numbers::Blocks(blocks) => {
+                for (row, to) in rows.zip(to.chunks_exact_mut(width)) {
+                    blocks.unpack_part(self.1, row, columns.start, to);
+                }
+            }
+            Numbers::Corrected(weight, [a, b], factors) => {
+                let mut block = [0f32; MADE * MADE];
+                let from = match &**weight {
+                    Numbers::Dense(numbers, (_, k)) => (&numbers[rows.start * k + columns.start..], *k),
+                    other => {
+                        MadeWeight(other, self.1).fill(rows.clone(), columns.clone(), &mut block[..to.len()]);
+                        (&block[..to.len()], width)
+                    }
+                };
+                factors.correct(self.1, (a, b), (rows, columns), from, to);
+            }
+        }
     }
 }
 
@@ -59,36 +136,32 @@ fn multiply(
     (to, store): (&mut [f32], Store),
     side: Option<Side>,
 ) -> Result<()> {
-    let (out, k) = weight.dims()?;
-    let fresh = |ctx: &mut Ctx, w: &[f32], to: &mut [f32], side| match side {
-        Some(side) => gemm_beside(ctx, a, operand(w, (out, k), direction), (to, store), side),
-        None => gemm(ctx, a, operand(w, (out, k), direction), to, store),
-    };
-    match weight {
-        Weight::Dense { tensor, kept } => {
-            ctx.launch(4 * out * k);
-            let w = storage::read::<f32>("linear", tensor)?;
-            let Some((panels, version)) = kept else {
-                fresh(ctx, &w, to, side);
-                return Ok(());
-            };
-            let kept = match direction {
-                Direction::Forward => &panels.forward,
-                Direction::Backward => &panels.backward,
-            };
-            kept.lock().gemm(ctx, a, (operand(&w, (out, k), direction), version), to, store);
-            if let Some(Side { matrix, to }) = side {
-                gemm(ctx, a, matrix, to, Store::Set);
+    let (dims, family) = (weight.dims()?, ctx.family());
+    ctx.launch(weight.bytes()?);
+    let numbers = weight.numbers()?;
+    if let (Numbers::Dense(w, _), Weight::Dense { kept, .. }) = (&numbers, weight) {
+        let operand = operand(w, dims, direction);
+        match (kept, direction) {
+            (None, _) => gemm(ctx, a, operand, to, store),
+            (Some((panels, version)), Direction::Forward) => {
+                panels.forward.lock().gemm(ctx, a, (operand, version), to, store);
+            }
+            (Some((panels, version)), Direction::Backward) => {
+                panels.backward.lock().gemm(ctx, a, (operand, version), to, store);
             }
         }
-        Weight::Blocks(blocks) => {
-            ctx.launch(blocks.as_bytes().len());
-            let mut w = ctx.vec(out * k);
-            blocks.unpack(ctx.family(), &mut w);
-            fresh(ctx, &w, to, side);
-            ctx.recycle(w);
+        if let Some(Side { matrix, to }) = side {
+            gemm(ctx, a, matrix, to, Store::Set);
         }
+        return Ok(());
     }
+    let none = &mut [][..];
+    let side = side.unwrap_or(Side {
+        matrix: Matrix { data: &[], rows: a.cols, cols: 0, row_stride: 0, col_stride: 0 },
+        to: none,
+    });
+    let made = MadeWeight(&numbers, family);
+    gemm_made(ctx, a, (&made, direction == Direction::Forward), (to, store), side);
     Ok(())
 }
 

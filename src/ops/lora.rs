@@ -44,6 +44,49 @@ pub struct Factors<'a> {
 }
 
 impl Factors<'_> {
+    /// Refuses factors for a layer of other sizes (out, in).
+    pub fn check(&self, (out, input): (usize, usize)) -> Result<()> {
+        match self.sizes(out)?.0 {
+            own if own == input => Ok(()),
+            own => Err(Error::op(OP, format!("factors for {input} inputs"), own.to_string())),
+        }
+    }
+
+    /// Some rows and columns of the layer's weight, which `from` has in rows that lie `stride` apart, with the correction, into
+    /// `to`. `a` and `b` are the factors' numbers.
+    pub fn correct(
+        &self,
+        family: Family,
+        (a, b): (&[f32], &[f32]),
+        (rows, columns): (Range<usize>, Range<usize>),
+        (from, stride): (&[f32], usize),
+        to: &mut [f32],
+    ) {
+        let rank = b.len() / self.b.dims()[0].max(1);
+        let (input, width) = (a.len() / (rank * self.segments.len()), columns.len());
+        let mut next = rows.start;
+        // The last round has no segment, and the rows after all of them.
+        let segments = self.segments.iter().map(Some).chain([None]).enumerate();
+        for (i, segment) in segments {
+            let own = segment.map_or(rows.end..rows.end, |s| {
+                let start = s.columns.start.clamp(next, rows.end);
+                start..s.columns.end.clamp(start, rows.end)
+            });
+            for row in next..own.start {
+                let at = row - rows.start;
+                to[at * width..][..width].copy_from_slice(&from[at * stride..][..width]);
+            }
+            next = own.end;
+            let Some(segment) = segment.filter(|_| !own.is_empty()) else { continue };
+            let first = segment.rows.start + own.start - segment.columns.start;
+            let b = &b[first * rank..(first + own.len()) * rank];
+            let a = &a[i * rank * input + columns.start..];
+            let (start, end) = (own.start - rows.start, own.end - rows.start);
+            let to = &mut to[start * width..end * width];
+            corrected_rows(family, (&from[start * stride..], stride), (a, input), (b, rank), self.scale, width, to);
+        }
+    }
+
     /// (in, r), if all sizes fit to rows of `outputs`.
     fn sizes(&self, outputs: usize) -> Result<(usize, usize)> {
         let ((ranks, input), (rows, rank)) = (self.a.dims2()?, self.b.dims2()?);
@@ -278,39 +321,41 @@ fn part(data: &[f32], width: usize, columns: Range<usize>) -> Matrix<'_> {
     Matrix { data: &data[start..], rows: data_rows, cols: columns.len(), row_stride: width, col_stride: 1 }
 }
 
-/// weight (out, in) + scale B A, with A (r, in) and B (out, r), into `to`.
-pub fn merge(family: Family, weight: &[f32], (a, b, rank): (&[f32], &[f32], usize), scale: f32, to: &mut [f32]) {
-    const ROWS: usize = 8;
+/// weight (out, in) += scale B A, with A (r, in) and B (out, r).
+pub fn merge(family: Family, weight: &mut [f32], (a, b, rank): (&[f32], &[f32], usize), scale: f32) {
     let input = a.len() / rank.max(1);
-    let parts = to.par_chunks_mut((ROWS * input).max(1)).zip(weight.par_chunks((ROWS * input).max(1)));
-    parts.zip(b.par_chunks((ROWS * rank).max(1))).for_each(|((to, weight), b)| {
-        merge_rows(family, weight, a, b, rank, scale, to);
+    weight.par_chunks_mut(input.max(1)).zip(b.par_chunks(rank.max(1))).for_each(|(to, b)| {
+        let from = to.to_vec();
+        corrected_rows(family, (&from, input), (a, input), (b, rank), scale, input, to);
     });
 }
 
 simd_fn! {
-fn merge_rows<S>(weight: &[f32], a: &[f32], b: &[f32], rank: usize, scale: f32, to: &mut [f32]) {
+/// to (rows, columns) = from + scale B A for rows of B (rows, r) and the first columns of A and of `from`, whose rows lie as far
+/// apart as is said with them.
+fn corrected_rows<S>(from: (&[f32], usize), a: (&[f32], usize), b: (&[f32], usize), scale: f32, columns: usize, to: &mut [f32]) {
     // Columns that stay in registers while the rows of A go by.
     const WIDE: usize = 64;
-    let input = a.len() / rank;
-    for ((weight, to), b) in weight.chunks_exact(input).zip(to.chunks_exact_mut(input)).zip(b.chunks_exact(rank)) {
-        let ((weight, weight_rest), (blocks, rest)) = (weight.as_chunks::<WIDE>(), to.as_chunks_mut::<WIDE>());
-        for (at, (block, weight)) in blocks.iter_mut().zip(weight).enumerate() {
+    let ((from, from_stride), (a, stride), (b, rank)) = (from, a, b);
+    for ((to, from), b) in to.chunks_exact_mut(columns).zip(from.chunks(from_stride)).zip(b.chunks_exact(rank)) {
+        let ((blocks, rest), from) = (to.as_chunks_mut::<WIDE>(), &from[..columns]);
+        for (at, block) in blocks.iter_mut().enumerate() {
             let mut sums = [0f32; WIDE];
-            for (b, a) in b.iter().zip(a.chunks_exact(input)) {
+            for (b, a) in b.iter().zip(a.chunks(stride)) {
                 let a: &[f32; WIDE] = a[at * WIDE..].first_chunk().expect("a block lies inside the row");
                 for i in 0..WIDE {
                     sums[i] = S::fma(*b, a[i], sums[i]);
                 }
             }
+            let from: &[f32; WIDE] = from[at * WIDE..].first_chunk().expect("a block lies inside the row");
             for i in 0..WIDE {
-                block[i] = S::fma(scale, sums[i], weight[i]);
+                block[i] = S::fma(scale, sums[i], from[i]);
             }
         }
-        let first = input - rest.len();
-        for (i, (to, w)) in rest.iter_mut().zip(weight_rest).enumerate() {
-            let sum = b.iter().zip(a.chunks_exact(input)).fold(0.0, |sum, (b, a)| S::fma(*b, a[first + i], sum));
-            *to = S::fma(scale, sum, *w);
+        let first = columns - rest.len();
+        for (i, to) in rest.iter_mut().enumerate() {
+            let sum = b.iter().zip(a.chunks(stride)).fold(0.0, |sum, (b, a)| S::fma(*b, a[first + i], sum));
+            *to = S::fma(scale, sum, from[first + i]);
         }
     }
 }

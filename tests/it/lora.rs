@@ -200,8 +200,7 @@ fn merged(config: &GptConfig, Adaptation { base, lora, .. }: &Adaptation) -> Gpt
         if lora.corrects(name) {
             let [a, b] = names(name).map(|n| (n.clone(), if n.contains("lora_A") { shape[1] } else { shape[0] }));
             let [a, b] = [a, b].map(|(name, side)| factor(&name, side * lora.rank));
-            let base = weight.clone();
-            gpt::ops::lora::merge(Family::detect(), &base, (&a, &b, lora.rank), lora.scale(), &mut weight);
+            gpt::ops::lora::merge(Family::detect(), &mut weight, (&a, &b, lora.rank), lora.scale());
         }
         Ok(weight)
     })

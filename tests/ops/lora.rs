@@ -119,8 +119,9 @@ fn a_merged_correction_is_the_correction() {
         let factors = Factors { a: &a, b: &b, segments: &segments, scale: 0.5 };
         let y = tensor(vec![0.0; n * out], &[n, out]);
         let u = lora::forward(&mut ctx, &x, factors, &y).unwrap();
-        let (base, mut weight) = (normal(7, out * input), vec![f32::NAN; out * input]);
-        lora::merge(ctx.family(), &base, (&values(&a), &values(&b), rank), 0.5, &mut weight);
+        let base = normal(7, out * input);
+        let mut weight = base.clone();
+        lora::merge(ctx.family(), &mut weight, (&values(&a), &values(&b), rank), 0.5);
         let plain = linear::reference(&values(&x), &base, input);
         let want: Vec<f32> = values(&y).iter().zip(plain).map(|(y, plain)| y + plain as f32).collect();
         let weight = tensor(weight, &[out, input]);

@@ -13,6 +13,8 @@ mod factor;
 mod pack;
 mod tile;
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 pub use factor::{Bf16x2, Factor};
@@ -164,26 +166,78 @@ pub struct Side<'a> {
     pub to: &'a mut [f32],
 }
 
-/// `gemm`, and the side's product, for which A is read and rounded no second time.
-pub fn gemm_beside(ctx: &mut Ctx, a: Matrix, b: Matrix, (c, store): (&mut [f32], Store), side: Side) {
+/// A matrix (rows, columns) whose numbers are made while it is packed, so that there is never a whole copy of them.
+pub trait Made: Sync {
+    fn dims(&self) -> (usize, usize);
+
+    /// Writes a block, row after row, of at most `MADE` rows and columns; columns begin at multiples of `MADE`.
+    fn fill(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]);
+}
+
+/// Rows and columns of a matrix that are made at a time.
+pub const MADE: usize = 64;
+
+/// `gemm` with a made matrix, transposed or as it is, and the side's product, for which A is read and rounded no second time.
+pub fn gemm_made(
+    ctx: &mut Ctx,
+    a: Matrix,
+    (made, transposed): (&dyn Made, bool),
+    (c, store): (&mut [f32], Store),
+    side: Side,
+) {
     let Side { matrix, to } = side;
+    let (k, n) = if transposed { (made.dims().1, made.dims().0) } else { made.dims() };
+    assert_eq!((a.cols, a.rows * n), (k, c.len()), "gemm shapes");
     assert_eq!((a.cols, a.rows * matrix.cols), (matrix.rows, to.len()), "gemm shapes");
-    let (packed, beside) = (pack(ctx, b), pack(ctx, matrix));
     let family = ctx.family();
-    match (&packed, &beside) {
-        (Packed::F32(packed), Packed::F32(beside)) => {
-            multiply_both(family, a, [(packed, b.cols, c, store), (beside, matrix.cols, to, Store::Set)]);
+    match ctx.precision() {
+        Precision::F32 => {
+            let (packed, beside) = (made_panels::<f32>(ctx, made, transposed), panels(ctx, matrix));
+            multiply_both(family, a, [(&packed, n, c, store), (&beside, matrix.cols, to, Store::Set)]);
+            ctx.recycle(packed);
+            ctx.recycle(beside);
         }
-        (Packed::Bf16(packed), Packed::Bf16(beside)) => {
-            multiply_both(family, a, [(packed, b.cols, c, store), (beside, matrix.cols, to, Store::Set)]);
-        }
-        _ => {
-            multiply_packed(ctx, a, (b, &packed), c, store);
-            multiply_packed(ctx, a, (matrix, &beside), to, Store::Set);
+        Precision::Bf16 => {
+            let (packed, beside) = (made_panels::<Bf16x2>(ctx, made, transposed), panels(ctx, matrix));
+            multiply_both(family, a, [(&packed, n, c, store), (&beside, matrix.cols, to, Store::Set)]);
+            ctx.recycle(packed);
+            ctx.recycle(beside);
         }
     }
-    packed.recycle(ctx);
-    beside.recycle(ctx);
+}
+
+/// A made matrix, transposed or as it is, in panels; each task makes what its panels hold, a block at a time.
+fn made_panels<E: Factor>(ctx: &Ctx, made: &dyn Made, transposed: bool) -> Vec<E> {
+    let (rows, columns) = made.dims();
+    let (k, n) = if transposed { (columns, rows) } else { (rows, columns) };
+    let (family, width) = (ctx.family(), panel_width(ctx.family(), n));
+    let panel = k.div_ceil(E::STEPS) * width;
+    let mut packed = ctx.vec::<E>(n.div_ceil(width) * panel);
+    if panel == 0 {
+        return packed;
+    }
+    packed.par_chunks_mut(MADE / width * panel).enumerate().for_each(|(task, packed)| {
+        let own = task * MADE..(task * MADE + MADE).min(n);
+        let mut put = |matrix: Matrix, first: usize| {
+            let steps = matrix.rows.div_ceil(E::STEPS) * width;
+            for (i, packed) in packed.chunks_exact_mut(panel).enumerate() {
+                pack_panel(family, matrix, i, width, &mut packed[first / E::STEPS * width..][..steps]);
+            }
+        };
+        let mut block = [0f32; MADE * MADE];
+        for first in (0..k).step_by(MADE) {
+            let of_k = first..(first + MADE).min(k);
+            let block = &mut block[..own.len() * of_k.len()];
+            if transposed {
+                made.fill(own.clone(), of_k.clone(), block);
+                put(Matrix::new(block, own.len(), of_k.len()).t(), first);
+            } else {
+                made.fill(of_k.clone(), own.clone(), block);
+                put(Matrix::new(block, of_k.len(), own.len()), first);
+            }
+        }
+    });
+    packed
 }
 
 /// `gemm` into the `b.cols` columns from `first` on of a C with rows of `stride` elements; the others are left alone. In f32,
@@ -293,12 +347,7 @@ fn multiply_both<E: Factor>(family: Family, a: Matrix, [first, second]: [Output<
 }
 
 /// Hands out A as tiles for panels of that width, a block of k after the other, with the steps of k that it has.
-fn for_k_blocks<E: Factor>(
-    family: Family,
-    a: Matrix,
-    width: usize,
-    mut each: impl FnMut(std::ops::Range<usize>, RowTiles<E>),
-) {
+fn for_k_blocks<E: Factor>(family: Family, a: Matrix, width: usize, mut each: impl FnMut(Range<usize>, RowTiles<E>)) {
     let steps = a.cols.div_ceil(E::STEPS);
     for start in (0..steps).step_by(K_BLOCK) {
         let end = (start + K_BLOCK).min(steps);
@@ -311,7 +360,7 @@ fn for_k_blocks<E: Factor>(
 fn block_of_panels<E: Factor>(
     family: Family,
     a: RowTiles<E>,
-    (packed, all_steps, steps): (&[E], usize, std::ops::Range<usize>),
+    (packed, all_steps, steps): (&[E], usize, Range<usize>),
     n: usize,
     (c, stride): (&mut [f32], usize),
     store: Store,
@@ -436,8 +485,20 @@ mod tests {
         }
     }
 
+    impl Made for Matrix<'_> {
+        fn dims(&self) -> (usize, usize) {
+            (self.rows, self.cols)
+        }
+
+        fn fill(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
+            for (row, to) in rows.zip(to.chunks_exact_mut(columns.len())) {
+                to.copy_from_slice(&self.data[row * self.cols..][columns.clone()]);
+            }
+        }
+    }
+
     #[test]
-    fn a_product_beside_another_is_the_product_alone() {
+    fn a_made_matrix_and_a_product_beside_are_those_of_whole_ones() {
         for mut ctx in contexts() {
             for (m, k, n, narrow) in [(1, 3, 2, 1), (50, 8, 40, 9), (7, 2200, 33, 16), (301, 70, 130, 24), (5, 0, 3, 2)]
             {
@@ -447,8 +508,13 @@ mod tests {
                 let (mut want_c, mut want) = (c.clone(), vec![f32::NAN; m * narrow]);
                 gemm(&mut ctx, a, b, &mut want_c, Store::Add);
                 gemm(&mut ctx, a, s, &mut want, Store::Set);
-                gemm_beside(&mut ctx, a, b, (&mut c, Store::Add), Side { matrix: s, to: &mut beside });
+                gemm_made(&mut ctx, a, (&b, false), (&mut c, Store::Add), Side { matrix: s, to: &mut beside });
                 assert!(c == want_c && beside == want, "{m}x{k}x{n}+{narrow}");
+                let turned: Vec<f32> = (0..n * k).map(|i| b.data[i % k * n + i / k]).collect();
+                let turned = Matrix::new(&turned, n, k);
+                gemm_made(&mut ctx, a, (&turned, true), (&mut c, Store::Set), Side { matrix: s, to: &mut beside });
+                gemm(&mut ctx, a, b, &mut want_c, Store::Set);
+                assert!(c == want_c && beside == want, "{m}x{k}x{n}+{narrow}, transposed");
             }
         }
     }
