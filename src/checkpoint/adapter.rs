@@ -152,7 +152,8 @@ impl Adapter {
                     .with_hint("an adapter works with its own base only: name that, or fine-tune this one"));
             }
         }
-        for (name, _, shape) in self.weights.list() {
+        // PEFT also saves the head itself, as it is in the base, where that is adapted.
+        for (name, _, shape) in self.weights.list().filter(|(name, ..)| !name.ends_with(".base_layer.weight")) {
             let known = shapes.iter().find(|(known, _)| known == name);
             if known.is_none_or(|(_, wanted)| wanted != shape) {
                 return Err(Error::Tensor {

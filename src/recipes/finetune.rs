@@ -104,7 +104,12 @@ pub fn run(config: &FinetuneConfig, report: &mut dyn Report, interrupt: &Interru
         choose(&mut train, &mut lora, &folder, (report, interrupt))?;
     }
     train.init_from = Some(place.clone());
-    let lora = lora.map(|given| Ok::<_, Error>((given.settings()?, given.base))).transpose()?;
+    let lora = lora.map(|given| Ok::<_, Error>((given.settings(&folder.config)?, given.base))).transpose()?;
+    if let Some((settings, _)) = &lora {
+        let names: Vec<&str> = settings.targets.iter().map(|target| target.name()).collect();
+        let what = format!("adapters of rank {} for {}, alpha {}", settings.rank, names.join(","), settings.alpha);
+        report.event(Event::Note(what));
+    }
     let mut facts = Facts::default();
     let mut goal = |resolved: &Resolved| goal(&folder, &base, lora.clone(), resolved, &mut facts);
     let summary = train::run_for(&train, &mut goal, report, interrupt)?;
@@ -165,11 +170,20 @@ impl LoraGiven {
         Ok(self)
     }
 
-    fn settings(&self) -> Result<LoraSettings> {
-        let usual = LoraSettings::of_rank(self.rank.unwrap_or(DEFAULT_RANK));
+    /// A small vocabulary's head is adapted, too: letters that the base never saw have no other way out of it.
+    fn targets(&self, config: &GptConfig) -> Vec<Target> {
+        let usual = || match config.vocab_size <= SMALL_VOCABULARY {
+            true => Target::ALL.to_vec(),
+            false => LoraSettings::of_rank(1).targets,
+        };
+        self.targets.clone().unwrap_or_else(usual)
+    }
+
+    fn settings(&self, config: &GptConfig) -> Result<LoraSettings> {
+        let usual = LoraSettings::of_rank(self.rank.unwrap_or(RANKS[RANKS.len() - 1]));
         let settings = LoraSettings {
             alpha: self.alpha.unwrap_or(usual.alpha),
-            targets: self.targets.clone().unwrap_or(usual.targets),
+            targets: self.targets(config),
             rslora: self.rslora,
             ..usual
         };
@@ -178,8 +192,7 @@ impl LoraGiven {
     }
 }
 
-/// Where nothing says how much text there is.
-const DEFAULT_RANK: usize = 16;
+const SMALL_VOCABULARY: usize = 1024;
 
 /// Settings that follow from the text, where flags say nothing else; they are told.
 fn choose(
@@ -192,7 +205,7 @@ fn choose(
         return Err(Error::usage("no text to learn from").with_hint("name it with --data, for example --data mine.txt"));
     };
     if let Some(given) = lora {
-        given.settings()?;
+        given.settings(&folder.config)?;
     }
     let mut preset = Preset::load(train.preset.as_deref().unwrap_or("tiny"))?;
     preset.apply(&train.given)?;
@@ -201,15 +214,11 @@ fn choose(
     let request = plan::request(&preset, train.offline)?;
     let corpus = data::open(&request, &tokenizer, &mut Preparing::new(report, interrupt))?;
     let tokens = corpus.train_tokens();
-    let chosen = Chosen::of(tokens, &folder.config, lora.is_some());
+    let chosen = Chosen::of(tokens, &folder.config, lora.as_ref().map(|given| given.targets(&folder.config)));
     if let Some(given) = lora {
         given.rank.get_or_insert(chosen.rank);
     }
-    let defaults = chosen.defaults(&folder.config);
-    let taken: Vec<&(String, String)> =
-        defaults.iter().filter(|(key, _)| train.given.iter().all(|(other, _)| other != key)).collect();
-    let said = |key: &str| taken.iter().any(|(k, _)| k == key);
-    if said("train.steps") {
+    if train.given.iter().all(|(key, _)| !["train.steps", "train.epochs", "train.tokens"].contains(&key.as_str())) {
         let passes = (chosen.steps * chosen.batch * chosen.window) as f64 / tokens.max(1) as f64;
         report.event(Event::Note(format!(
             "for the {tokens} tokens of {source}: up to {} steps of {} windows of {} tokens ({passes:.0} passes), ended when \
@@ -217,11 +226,11 @@ fn choose(
             chosen.steps, chosen.batch, chosen.window
         )));
     }
-    plan::with_defaults(&mut train.given, defaults);
+    plan::with_defaults(&mut train.given, chosen.defaults());
     Ok(())
 }
 
-/// What suits a text of some size.
+/// What suits a text of some size. The figures are from trials with half a dozen texts of 50 kB: docs/performance.md.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Chosen {
     rank: usize,
@@ -231,28 +240,46 @@ struct Chosen {
     learning_rate: f64,
 }
 
+/// Numbers of adapters for each token of the text, and the ranks between which that is kept.
+const NUMBERS_A_TOKEN: usize = 16;
+const RANKS: [usize; 4] = [64, 32, 16, 8];
+
+/// Passes over the text, and steps of short texts.
+const PASSES: usize = 6;
+const FEWEST_STEPS: usize = 60;
+
 impl Chosen {
-    fn of(tokens: usize, config: &GptConfig, adapted: bool) -> Self {
-        // Each doubling of the text twice from a page (2,000 tokens) on carries twice the rank.
-        let doublings = (tokens as f64 / 2000.0).max(1.0).log2() / 2.0;
-        let rank = (8.0 * 2f64.powf(doublings)) as usize;
-        let rank = rank.clamp(8, 64).next_power_of_two().min((config.hidden_size / 2).next_power_of_two()).max(1);
+    /// For adapters of those projections, or for all weights.
+    fn of(tokens: usize, config: &GptConfig, targets: Option<Vec<Target>>) -> Self {
+        let adapted = targets.is_some();
+        let of_rank =
+            |rank| LoraSettings { targets: targets.clone().unwrap_or_default(), ..LoraSettings::of_rank(rank) };
+        let numbers = |rank| -> usize {
+            let shapes = Gpt::adapter_shapes(config, &of_rank(rank));
+            shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
+        };
+        let fits = |rank: &usize| 2 * rank <= config.hidden_size && numbers(*rank) <= NUMBERS_A_TOKEN * tokens;
         // A text shorter than the context is cut into a few windows all the same.
-        let window = config.max_position_embeddings.min(256).min((tokens / 4).next_power_of_two()).max(8);
+        let window = config.max_position_embeddings.min(256).min((tokens / 4).max(8));
         let batch = (2048 / window).max(1);
-        let passes = 20;
-        let steps = (passes * tokens / (batch * window)).clamp(100, 2000);
-        Self { rank, window, batch, steps, learning_rate: if adapted { 2e-3 } else { 5e-4 } }
+        // Wider models want smaller steps; adapters larger ones than whole weights.
+        let narrow = 128.0 / config.hidden_size as f64;
+        Self {
+            rank: RANKS.into_iter().find(fits).unwrap_or(RANKS[RANKS.len() - 1]),
+            window,
+            batch,
+            steps: (PASSES * tokens / (batch * window)).max(FEWEST_STEPS),
+            learning_rate: if adapted { 4e-3 * narrow.sqrt() } else { 2e-3 * narrow },
+        }
     }
 
     /// Presets' keys for it.
-    fn defaults(self, config: &GptConfig) -> Vec<(String, String)> {
-        let validations = 20;
-        let eval_every = (self.steps / validations).max(5);
+    fn defaults(self) -> Vec<(String, String)> {
+        let eval_every = (self.steps / 12).max(5);
         let pairs = [
-            ("model.max_position_embeddings", self.window.min(config.max_position_embeddings).to_string()),
+            ("model.max_position_embeddings", self.window.to_string()),
             ("optimizer.kind", "adamw".into()),
-            ("optimizer.learning_rate", self.learning_rate.to_string()),
+            ("optimizer.learning_rate", format!("{:.1e}", self.learning_rate)),
             ("optimizer.weight_decay", "0".into()),
             ("schedule.kind", "cosine".into()),
             ("schedule.warmup", (self.steps / 20).to_string()),
@@ -261,7 +288,7 @@ impl Chosen {
             ("train.accumulate", "1".into()),
             ("train.steps", self.steps.to_string()),
             ("train.eval_every", eval_every.to_string()),
-            ("train.save_every", (5 * eval_every).to_string()),
+            ("train.save_every", (4 * eval_every).to_string()),
             ("train.patience", "4".into()),
         ];
         pairs.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
@@ -336,6 +363,24 @@ fn sampled(place: &Path, train: &TrainConfig) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn config(hidden_size: usize) -> GptConfig {
+        let mut preset = Preset::load("tiny").unwrap();
+        preset.model.hidden_size = hidden_size;
+        preset.model.intermediate_size = 3 * hidden_size;
+        preset.model.head_dim = hidden_size / 4;
+        preset.gpt_config(257).unwrap()
+    }
+
+    #[test]
+    fn more_text_and_smaller_models_get_a_higher_rank_and_short_texts_short_windows() {
+        let rank = |tokens, hidden| Chosen::of(tokens, &config(hidden), Some(Target::ALL.to_vec())).rank;
+        assert_eq!([500, 5_000, 45_000, 5_000_000].map(|tokens| rank(tokens, 128)), [8, 8, 64, 64]);
+        assert_eq!([32, 128, 384].map(|hidden| rank(45_000, hidden)), [16, 64, 16]);
+        let chosen = |tokens| Chosen::of(tokens, &config(128), None);
+        assert_eq!([100, 1_000, 100_000].map(|tokens| chosen(tokens).window), [25, 250, 256]);
+        assert_eq!((chosen(100).steps, chosen(2_048_000).steps), (FEWEST_STEPS, 6_000));
+    }
 
     #[test]
     fn targets_are_named_as_flags_or_as_modules_and_each_once() {

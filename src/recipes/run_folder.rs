@@ -132,8 +132,7 @@ impl RunFolder {
     }
 
     /// Puts the state of a saved step into the trainer and goes back to its metrics.
-    pub fn restore(&mut self, step: &StepFolder, trainer: &mut Trainer) -> Result<State> {
-        let state = Self::state(step)?;
+    pub fn restore(&mut self, step: &StepFolder, trainer: &mut Trainer, state: &State) -> Result<()> {
         let (weights, optimizer) = (step.tensors(WEIGHTS)?, step.tensors(OPTIMIZER)?);
         trainer.restore(&mut |name, shape| weights.get(name, shape), &mut |name, shape| optimizer.get(name, shape))?;
         let count = trainer.scalars.tensor().elem_count();
@@ -141,8 +140,7 @@ impl RunFolder {
         storage::write::<f32>("restore", trainer.scalars.tensor())?.copy_from_slice(&scalars);
         (trainer.step, trainer.cursor) = (state.step, state.cursor);
         self.metrics = step.read(METRICS)?;
-        atomic::write(&self.path.join(METRICS), &self.metrics)?;
-        Ok(state)
+        atomic::write(&self.path.join(METRICS), &self.metrics)
     }
 
     /// The state.json of a step.

@@ -186,11 +186,12 @@ fn trainer(
     let dropout = if model.adaptation().is_some() { 0.0 } else { preset.model.dropout };
     let mut trainer = Trainer::new(ctx, model, resolved.optimizer, dropout, preset.train.seed)?;
     let Some(step) = step else { return Ok((trainer, Best::default())) };
-    let state = folder.restore(step, &mut trainer)?;
+    let state = RunFolder::state(step)?;
     if state.goal != *goal {
         let what = format!("the run was made with {}, not {goal}", state.goal);
         return Err(Error::usage(what).with_hint("go on with the command and the flags that began it"));
     }
+    folder.restore(step, &mut trainer, &state)?;
     if state.kernels != config.family.name() {
         let what = format!(
             "this run was computed with the {} kernels and goes on with {}: the last bits will differ",

@@ -8,6 +8,7 @@ mod distill;
 mod download;
 mod engine;
 mod files;
+mod finetune;
 mod fuzz;
 mod layering;
 mod lora;
