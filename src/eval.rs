@@ -44,6 +44,8 @@ const TOKENS_AT_ONCE: usize = 4096;
 
 /// Runs `model` over `windows` without dropout or gradients.
 pub fn evaluate(ctx: &mut Ctx, model: &Gpt, windows: impl Iterator<Item = Window>) -> Result<Evaluation> {
+    // Its shapes are not those of a training step: what either left in the free list would only lie beside the other's.
+    ctx.trim();
     let mut total = Evaluation::default();
     let rows = (TOKENS_AT_ONCE / model.config.max_position_embeddings).max(1);
     let mut windows = windows.peekable();
@@ -55,7 +57,6 @@ pub fn evaluate(ctx: &mut Ctx, model: &Gpt, windows: impl Iterator<Item = Window
         let nll = model.nll(ctx, &batch)?;
         total.nll += storage::read::<f32>("evaluate", &nll)?.iter().map(|x| f64::from(*x)).sum::<f64>();
     }
-    // Its shapes are not those of a training step: what they left in the free list would only lie there.
     ctx.trim();
     Ok(total)
 }

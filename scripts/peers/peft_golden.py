@@ -59,10 +59,13 @@ def logprobs(model, ids):
 
 def check(gpt, adapter, text):
     def score(checkpoint):
-        said = subprocess.run([gpt, "score", checkpoint, "--file", text, "--json"], capture_output=True, text=True, check=True)
+        command = [gpt, "score", checkpoint, "--text", start, "--json"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
         tokens = json.loads(said.stdout.splitlines()[-1])["tokens"]
         return [t["id"] for t in tokens], torch.tensor([t["logprob"] for t in tokens[1:]])
 
+    # Past the context, `gpt score` takes windows.
+    start = pathlib.Path(text).read_text()[:200]
     base = json.loads((pathlib.Path(adapter) / "adapter_config.json").read_text())["base_model_name_or_path"]
     ids, ours = score(adapter)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()

@@ -4,7 +4,7 @@
 What: one optimizer step after another on the model a preset names, written as an efficient PyTorch user would: a
 Qwen3-style decoder (RMSNorm, rotary positions, query/key norm, grouped-query attention through
 `scaled_dot_product_attention`, SwiGLU, tied embeddings, no biases, 257 byte ids padded to 320), cross-entropy at every
-position, gradients clipped to norm 1, fused AdamW. `--dtype bf16` runs the forward under autocast; weights, gradients
+position, gradients clipped to norm 1, fused AdamW. With `--rank` only adapters of PEFT are trained. `--dtype bf16` runs the forward under autocast; weights, gradients
 and moments stay f32. `--compile` sends the model through `torch.compile`.
 
 How: `--warmup` steps untimed, then `--steps` steps, each timed from drawing its windows to the end of the optimizer's
@@ -116,6 +116,24 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+class Transformers(nn.Module):
+    """The same with transformers' Qwen3, the model that PEFT's users have."""
+
+    def __init__(self, context, layers, hidden, heads, ffn, kv_heads=None):
+        super().__init__()
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        self.model = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=VOCAB, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads or heads, head_dim=hidden // heads,
+            max_position_embeddings=context, tie_word_embeddings=True, use_cache=False,
+        ))
+
+    def forward(self, ids, targets):
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 def positive(text):
     value = int(text)
     if value < 1:
@@ -130,6 +148,8 @@ def parse_args():
     parser.add_argument("--context", type=positive, default=64, help="tokens a window")
     parser.add_argument("--kv-heads", type=positive, help="default: as many as query heads")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("--rank", type=positive, help="train PEFT's LoRA of this rank beside frozen weights")
+    parser.add_argument("--transformers", action="store_true", help="take transformers' Qwen3 instead of the decoder here")
     parser.add_argument("--compile", action="store_true", help="torch.compile; needs a C++ compiler, takes a minute")
     parser.add_argument("--threads", type=positive, help="default: PyTorch's own choice")
     parser.add_argument("--warmup", type=positive, default=5, help="untimed steps first")
@@ -168,8 +188,19 @@ def main():
     if args.threads:
         torch.set_num_threads(args.threads)
     data = load_bytes(args.data, args.context)
-    decoder = Decoder(args.context, kv_heads=args.kv_heads, **PRESETS[args.preset])
-    parameters = list(decoder.parameters())
+    decoder = (Transformers if args.transformers else Decoder)(args.context, kv_heads=args.kv_heads, **PRESETS[args.preset])
+    if args.rank:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        # The fused projections are one linear layer each here: fewer and wider products than transformers' own.
+        targets = ["qkv", "out", "gate_up", "down"]
+        if args.transformers:
+            targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        lora = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=targets)
+        decoder = inject_adapter_in_model(lora, decoder)
+        for name, parameter in decoder.named_parameters():
+            parameter.requires_grad = "lora_" in name
+    parameters = [p for p in decoder.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() == 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

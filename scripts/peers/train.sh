@@ -5,7 +5,7 @@
 #
 # By default 5 rounds of tiny 12x64 and medium 8x256 in f32. STEPS are PyTorch's timed steps; `gpt bench` picks its own.
 # Environment: GPT (the binary, target/release/gpt), PYTHON (one with torch, python3), THREADS (passed to both; unset:
-# each one's default), TORCH_FLAGS (more flags for torch_train.py, such as --compile or --data FILE).
+# each one's default), RANK (trains adapters of that rank; PyTorch's are PEFT's), TORCH_FLAGS (more flags for torch_train.py, such as --compile or --data FILE).
 # The machine should do nothing else meanwhile: see README.md.
 set -euo pipefail
 
@@ -40,7 +40,8 @@ threads=(${THREADS:+--threads "$THREADS"})
 for shape in "$@"; do
     read -r preset batch context dtype steps rest <<<"$shape"
     [ -n "$steps" ] && [ -z "$rest" ] || die "a shape is 'PRESET BATCH CONTEXT DTYPE STEPS', not '$shape'"
-    work=(--preset "$preset" --batch "$batch" --context "$context" --dtype "$dtype" ${threads[@]+"${threads[@]}"})
+    work=(--preset "$preset" --batch "$batch" --context "$context" --dtype "$dtype" ${threads[@]+"${threads[@]}"}
+        ${RANK:+--rank "$RANK"})
     rm -f "$results"/*
     for _ in $(seq "$rounds"); do
         measure "$results/gpt" "$gpt" bench train "${work[@]}" --json
