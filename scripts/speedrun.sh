@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole line in minutes: data, train, evaluate, sample, stop, resume, tokenizer, draft. --short does it with a few steps, for CI.
+# The whole line in minutes: data, train, evaluate, sample, stop, resume, tokenizer, draft, adapter. --short does it with a few steps, for CI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 short=no
@@ -40,3 +40,7 @@ $gpt tokenizer show "$place/tokenizer" --text "The small dog ran home."
 echo "== a draft, distilled, and the same text with it"
 $gpt distill --teacher "$run" "${few[@]}" --json
 $gpt sample "$run" -n 200 --seed 1 --verify
+echo "== an adapter for other text, merged"
+$gpt finetune "$run" --data docs/guides --out "$place/mine" "${few[@]}" --json
+$gpt merge "$place/mine" --out "$place/merged"
+$gpt sample "$place/merged" -n 100 --seed 1

@@ -236,6 +236,3 @@ pub fn shapes(config: &crate::model::config::GptConfig, rank: usize) -> Vec<(Str
     let every = LoraSettings { targets: Target::ALL.to_vec(), ..LoraSettings::of_rank(rank) };
     Gpt::adapter_shapes(config, &every)
 }
-
-#[cfg(test)]
-mod tests;

@@ -89,11 +89,14 @@ impl Fill for Tensors<'_> {
     }
 }
 
+/// The numbers of a tensor of that name and shape.
+pub type Make<'a> = dyn Fn(&str, &[usize]) -> Result<Vec<f32>> + 'a;
+
 /// Tensors that are made one after the other while they are written.
 pub struct Made<'a> {
     /// Name, shape and type of each.
     pub tensors: &'a [(String, Vec<usize>, StoredType)],
-    pub get: &'a dyn Fn(&str, &[usize]) -> Result<Vec<f32>>,
+    pub get: &'a Make<'a>,
 }
 
 impl Fill for Made<'_> {

@@ -6,8 +6,8 @@
 //! as a few rows of x, and u = x A^T and du = dy B beside them, so that x and dy are read once more only, for dA and dB.
 //! `forward` and `backward_input` are for an input of A that is not the layer's, because some of it is dropped.
 //!
-//! Operations for N rows: u, du, dA and dB, 8 N r (in + out) in all, and 4 r in out for merging twice; the layer itself has
-//! 8 N in out.
+//! Operations for N rows: u, du, dA and dB, 4 N r (in + out) in all, and 4 r in out for merging twice; the layer itself has
+//! 4 N in out.
 
 use std::ops::Range;
 

@@ -28,27 +28,39 @@ pub fn inspect(checkpoint: Option<&PathBuf>) -> Result<Inspection> {
     let place = checkpoint::resolve(checkpoint.map(PathBuf::as_path))?;
     let folder = ModelFolder::open(&place)?;
     let c = &folder.config;
-    let tensors = folder.weights.list().map(|(name, dtype, shape)| TensorInfo {
+    let info = |(name, dtype, shape): (&str, String, &[usize])| TensorInfo {
         name: name.to_owned(),
         shape: shape.to_vec(),
         dtype,
+    };
+    let adapter = folder.adapters.first().map(|(adapter, _)| adapter);
+    let mut metadata = serde_json::json!({
+        "num_hidden_layers": c.num_hidden_layers,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.max_position_embeddings,
+        "tie_word_embeddings": c.tie_word_embeddings,
     });
+    if let Some(adapter) = adapter {
+        let settings = &adapter.settings;
+        metadata["base"] = folder.base.display().to_string().into();
+        metadata["rank"] = settings.rank.into();
+        metadata["alpha"] = settings.alpha.into();
+        metadata["targets"] = settings.targets.iter().map(|target| target.name()).collect();
+    }
     Ok(Inspection {
-        kind: "hugging_face_folder",
+        kind: if adapter.is_some() { "peft_adapter" } else { "hugging_face_folder" },
         model_type: c.model_type.name(),
         parameters: c.parameters(),
-        tensors: tensors.collect(),
-        metadata: serde_json::json!({
-            "num_hidden_layers": c.num_hidden_layers,
-            "hidden_size": c.hidden_size,
-            "intermediate_size": c.intermediate_size,
-            "num_attention_heads": c.num_attention_heads,
-            "num_key_value_heads": c.num_key_value_heads,
-            "head_dim": c.head_dim,
-            "vocab_size": c.vocab_size,
-            "max_position_embeddings": c.max_position_embeddings,
-            "tie_word_embeddings": c.tie_word_embeddings,
-        }),
+        tensors: match adapter {
+            Some(adapter) => adapter.list().map(info).collect(),
+            None => folder.weights.list().map(info).collect(),
+        },
+        metadata,
         checkpoint: place,
     })
 }

@@ -83,7 +83,7 @@ fn a_run_that_goes_on_gives_the_bytes_of_one_that_was_never_stopped() {
         let steps = ["finetune", "base", "--resume", "--out", &parts, "--steps", "30", "--json", "--threads", "1"];
         let full: &[&str] = if kind == "all" { &["--full"] } else { &[] };
         place.run(&[&steps[..], full].concat()).ok();
-        for file in [&format!("steps/000030/weights.safetensors")[..], "steps/000030/optimizer.safetensors", file] {
+        for file in ["steps/000030/weights.safetensors", "steps/000030/optimizer.safetensors", file] {
             let [a, b] = [&whole, &parts].map(|run| bytes(&place, &format!("{run}/{file}")));
             assert!(a == b, "{kind}: {file} differs");
         }

@@ -28,6 +28,7 @@ fn run_commands(page: &str, least: usize) {
         let mut words = words(line);
         match words[0].as_str() {
             "train" => words.extend(["--steps", "1", "--batch", "1", "--context", "32"].map(str::to_owned)),
+            "finetune" if !line.contains("--steps") => words.extend(["--steps", "2"].map(str::to_owned)),
             "distill" => words.extend(["--steps", "1", "--batch", "1"].map(str::to_owned)),
             _ => {}
         }
@@ -40,6 +41,7 @@ fn run_commands(page: &str, least: usize) {
 #[test]
 fn every_command_of_the_guides_runs() {
     run_commands("docs/guides/draft-model.md", 3);
+    run_commands("docs/guides/write-like-me.md", 8);
 }
 
 #[test]
