@@ -10,7 +10,7 @@ use super::args::{
     AdapterArgs, BenchArgs, BenchCommand, Cli, Command, DataCommand, DistillArgs, DoctorArgs, EngineArgs, EvalArgs,
     FinetuneArgs, Global, MergeArgs, SampleArgs, SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
 };
-use super::flags::DataFlags;
+use super::flags::{DataFlags, PresetFlags};
 use super::terminal::{Terminal, out};
 use super::{flags, show};
 use crate::device;
@@ -78,15 +78,8 @@ fn print<T: Serialize + ?Sized>(value: &T, global: &Global, words: impl FnOnce(&
 }
 
 fn train_command(args: TrainArgs, global: &Global, family: Family, interrupt: &Interrupt) -> Result<()> {
-    let config = TrainConfig {
-        preset: args.preset,
-        given: args.flags.checked()?,
-        out: args.out,
-        resume: args.resume,
-        init_from: args.init_from,
-        offline: global.offline,
-        family,
-    };
+    let run = run_config((args.preset, &args.flags), (args.out, args.resume), global, family)?;
+    let config = TrainConfig { init_from: args.init_from, ..run };
     let mut terminal = Terminal::new();
     if args.dry_run {
         let plan = plan::dry_run(&config, &mut terminal, interrupt);
@@ -100,21 +93,24 @@ fn train_command(args: TrainArgs, global: &Global, family: Family, interrupt: &I
     print(&summary, global, |_| ())
 }
 
+/// A run as the commands that train have it.
+fn run_config(
+    (preset, flags): (Option<String>, &PresetFlags),
+    (out, resume): (Option<PathBuf>, bool),
+    global: &Global,
+    family: Family,
+) -> Result<TrainConfig> {
+    let (given, offline) = (flags.checked()?, global.offline);
+    Ok(TrainConfig { preset, given, out, resume, init_from: None, offline, family })
+}
+
 fn distill_command(args: DistillArgs, global: &Global, family: Family, interrupt: &Interrupt) -> Result<()> {
     let settings = distill::Settings {
         divergence: distill::divergence(&args.divergence)?,
         temperature: args.temperature,
         alpha: args.alpha,
     };
-    let train = TrainConfig {
-        preset: args.preset,
-        given: args.flags.checked()?,
-        out: args.out,
-        resume: args.resume,
-        init_from: None,
-        offline: global.offline,
-        family,
-    };
+    let train = run_config((args.preset, &args.flags), (args.out, args.resume), global, family)?;
     let (teacher, on_policy, teacher_top) = (args.teacher, args.on_policy, args.teacher_top);
     let config = distill::DistillConfig { teacher, settings, on_policy, teacher_top, train };
     let mut terminal = Terminal::new();
@@ -139,15 +135,7 @@ fn finetune_command(args: FinetuneArgs, global: &Global, family: Family, interru
         rslora: args.rslora,
         base: args.quantized.as_ref().map(quantized).transpose()?,
     };
-    let train = TrainConfig {
-        preset: args.preset,
-        given: args.flags.checked()?,
-        out: args.out,
-        resume: args.resume,
-        init_from: None,
-        offline: global.offline,
-        family,
-    };
+    let train = run_config((args.preset, &args.flags), (args.out, args.resume), global, family)?;
     let config = finetune::FinetuneConfig { checkpoint: args.checkpoint, lora: (!args.full).then_some(lora), train };
     let mut terminal = Terminal::new();
     let summary = finetune::run(&config, &mut terminal, interrupt);

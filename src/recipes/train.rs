@@ -143,6 +143,11 @@ fn frozen_hash(model: &Gpt) -> Result<String> {
     Ok(atomic::hex(&sum.finalize()))
 }
 
+/// Whether a run takes its settings from a saved state: it was asked to go on, and there is one.
+pub(super) fn goes_on(config: &TrainConfig) -> Result<bool> {
+    Ok(config.resume && steps::newest(&plan::place(config)?)?.0.is_some())
+}
+
 /// The state to go on from, if that was asked for and there is one.
 fn find_step(config: &TrainConfig, place: &Path, report: &mut dyn Report) -> Result<Option<StepFolder>> {
     if !config.resume {

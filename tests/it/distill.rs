@@ -96,6 +96,12 @@ fn a_student_that_is_resumed_is_the_one_that_was_not_interrupted() {
     std::fs::write(&file, bytes).unwrap();
     distill(&place, "mended", "10", &["--schedule", "constant", "--teacher-top", "4"]).ok();
     assert_eq!(weights(&place, "whole2"), weights(&place, "mended"));
+    // What was never saved begins with what the teacher's run had.
+    let small: Vec<&str> = SMALL.chunks(2).filter(|pair| pair[0] != "--context").flatten().copied().collect();
+    let begun = ["distill", "--teacher", "teacher", "--out", "begun", "--resume", "--steps", "2", "--json"];
+    place.run(&[&begun[..], &small].concat()).ok();
+    let preset = std::fs::read_to_string(place.path("begun/preset.toml")).unwrap();
+    assert!(preset.contains("source = \"text.txt\""), "{preset}");
     // Another objective is another run.
     distill(&place, "parts0", "20", &["--resume", "--alpha", "0.5"]).fails(2, &["made with"]);
     let base = ["train", "--out", "parts0", "--resume", "--steps", "20"];

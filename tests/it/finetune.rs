@@ -145,6 +145,9 @@ fn what_cannot_be_is_refused_before_any_work() {
     assert!(!place.path("x").exists());
     finetune(&place, "mine", "10", &["--rank", "2"]).ok();
     finetune(&place, "mine", "10", &["--rank", "2"]).fails(2, &["not empty", "--resume"]);
+    // What was never saved cannot go on: it begins, and needs its text for that.
+    place.run(&["finetune", "base", "--resume", "--out", "fresh"]).fails(2, &["--data"]);
+    finetune(&place, "fresh", "2", &["--resume"]).ok();
     let again = ["finetune", "base", "--resume", "--out", "mine", "--steps", "20"];
     place.run(&[&again[..], &["--rank", "4"]].concat()).fails(2, &["\"rank\":2"]);
     place.run(&[&again[..], &["--full"]].concat()).fails(2, &["lora"]);

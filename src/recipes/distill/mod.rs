@@ -120,7 +120,7 @@ fn with_defaults(train: &TrainConfig, teacher: &Path) -> Result<TrainConfig> {
     let mut train = train.clone();
     train.out.get_or_insert_with(|| checkpoint::draft_of(teacher));
     // A run that goes on has all of this in its own preset.
-    if train.resume {
+    if train::goes_on(&train)? {
         return Ok(train);
     }
     // Says best what is wrong with a folder that is no model.
