@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use super::ctx::{Ctx, Value};
 use super::gemm::{self, Factor, Matrix, Side, Store, Tile, gemm_columns, multiply_panel, pack_panel, panel_width};
 use super::linear::{self, Weight};
-use super::simd::{Family, simd_fn};
+use super::simd::{Family, Simd, simd_fn};
 use super::storage;
 use crate::error::{Error, Result};
 
@@ -245,8 +245,13 @@ pub fn backward(
             to.fill(0.0);
         }
     }
-    for partial in partial.chunks_exact(size.max(1)) {
-        let (a_part, b_part) = partial.split_at(da.len());
+    // The blocks in order, one after the other into the first; then that to where it belongs.
+    let (first, others) = partial.split_at_mut(size.min(n * size));
+    for other in others.chunks_exact(size.max(1)) {
+        first.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
+    }
+    if n > 0 {
+        let (a_part, b_part) = first.split_at(da.len());
         da.iter_mut().zip(a_part).for_each(|(to, x)| *to += factors.scale * x);
         for Segment { rows, .. } in factors.segments {
             let own = rows.start * rank..rows.end * rank;
@@ -324,41 +329,73 @@ fn part(data: &[f32], width: usize, columns: Range<usize>) -> Matrix<'_> {
 /// weight (out, in) += scale B A, with A (r, in) and B (out, r).
 pub fn merge(family: Family, weight: &mut [f32], (a, b, rank): (&[f32], &[f32], usize), scale: f32) {
     let input = a.len() / rank.max(1);
-    weight.par_chunks_mut(input.max(1)).zip(b.par_chunks(rank.max(1))).for_each(|(to, b)| {
+    let rows = weight.par_chunks_mut((TALL * input).max(1)).zip(b.par_chunks((TALL * rank).max(1)));
+    rows.for_each(|(to, b)| {
         let from = to.to_vec();
         corrected_rows(family, (&from, input), (a, input), (b, rank), scale, input, to);
     });
 }
 
+/// Columns whose sums stay in registers while the rows of A go by, and rows that share what is read of A.
+const WIDE: usize = 64;
+const TALL: usize = 4;
+
 simd_fn! {
 /// to (rows, columns) = from + scale B A for rows of B (rows, r) and the first columns of A and of `from`, whose rows lie as far
 /// apart as is said with them.
 fn corrected_rows<S>(from: (&[f32], usize), a: (&[f32], usize), b: (&[f32], usize), scale: f32, columns: usize, to: &mut [f32]) {
-    // Columns that stay in registers while the rows of A go by.
-    const WIDE: usize = 64;
-    let ((from, from_stride), (a, stride), (b, rank)) = (from, a, b);
-    for ((to, from), b) in to.chunks_exact_mut(columns).zip(from.chunks(from_stride)).zip(b.chunks_exact(rank)) {
-        let ((blocks, rest), from) = (to.as_chunks_mut::<WIDE>(), &from[..columns]);
-        for (at, block) in blocks.iter_mut().enumerate() {
-            let mut sums = [0f32; WIDE];
-            for (b, a) in b.iter().zip(a.chunks(stride)) {
-                let a: &[f32; WIDE] = a[at * WIDE..].first_chunk().expect("a block lies inside the row");
-                for i in 0..WIDE {
-                    sums[i] = S::fma(*b, a[i], sums[i]);
-                }
-            }
-            let from: &[f32; WIDE] = from[at * WIDE..].first_chunk().expect("a block lies inside the row");
-            for i in 0..WIDE {
-                block[i] = S::fma(scale, sums[i], from[i]);
-            }
-        }
-        let first = columns - rest.len();
-        for (i, to) in rest.iter_mut().enumerate() {
-            let sum = b.iter().zip(a.chunks(stride)).fold(0.0, |sum, (b, a)| S::fma(*b, a[first + i], sum));
-            *to = S::fma(scale, sum, from[first + i]);
-        }
+    let ((from, stride), (b, rank)) = (from, b);
+    let rows = to.len() / columns;
+    let whole = rows / TALL * TALL;
+    for row in (0..whole).step_by(TALL) {
+        let to = &mut to[row * columns..(row + TALL) * columns];
+        few_rows::<S, TALL>((&from[row * stride..], stride), a, &b[row * rank..(row + TALL) * rank], scale, columns, to);
+    }
+    for row in whole..rows {
+        let to = &mut to[row * columns..(row + 1) * columns];
+        few_rows::<S, 1>((&from[row * stride..], stride), a, &b[row * rank..(row + 1) * rank], scale, columns, to);
     }
 }
+}
+
+/// The same for M rows.
+#[inline(always)]
+fn few_rows<S: Simd, const M: usize>(
+    (from, from_stride): (&[f32], usize),
+    (a, stride): (&[f32], usize),
+    b: &[f32],
+    scale: f32,
+    columns: usize,
+    to: &mut [f32],
+) {
+    let rank = b.len() / M;
+    for first in (0..columns / WIDE * WIDE).step_by(WIDE) {
+        let mut sums = [[0f32; WIDE]; M];
+        for p in 0..rank {
+            let a: &[f32; WIDE] = a[p * stride + first..].first_chunk().expect("a block lies inside the row");
+            for m in 0..M {
+                let b = b[m * rank + p];
+                for i in 0..WIDE {
+                    sums[m][i] = S::fma(b, a[i], sums[m][i]);
+                }
+            }
+        }
+        for m in 0..M {
+            let from: &[f32; WIDE] =
+                from[m * from_stride + first..].first_chunk().expect("a block lies inside the row");
+            let to: &mut [f32; WIDE] =
+                to[m * columns + first..].first_chunk_mut().expect("a block lies inside the row");
+            for i in 0..WIDE {
+                to[i] = S::fma(scale, sums[m][i], from[i]);
+            }
+        }
+    }
+    for column in columns / WIDE * WIDE..columns {
+        for m in 0..M {
+            let sum = (0..rank).fold(0.0, |sum, p| S::fma(b[m * rank + p], a[p * stride + column], sum));
+            to[m * columns + column] = S::fma(scale, sum, from[m * from_stride + column]);
+        }
+    }
 }
 
 /// What `forward` adds, in plain f64: rows of x of `input` elements.

@@ -108,14 +108,7 @@ pub fn pack_panel<E: Factor>(family: Family, b: Matrix, panel: usize, width: usi
         (32, true) => pack_whole::<E, 32>(family, part, packed),
         (16, true) => pack_whole::<E, 16>(family, part, packed),
         (8, true) => pack_whole::<E, 8>(family, part, packed),
-        _ => {
-            packed.fill(E::default());
-            for (p, row) in packed.chunks_exact_mut(width).enumerate() {
-                for (j, to) in row[..part.cols].iter_mut().enumerate() {
-                    *to = element(&part, p, j);
-                }
-            }
-        }
+        _ => pack_partial(family, part, width, packed),
     }
 }
 
@@ -124,6 +117,31 @@ fn element<E: Factor>(b: &Matrix, p: usize, j: usize) -> E {
     let at = p * E::STEPS * b.row_stride + j * b.col_stride;
     let more = E::STEPS == 2 && p * E::STEPS + 1 < b.rows;
     E::new(b.data[at], if more { b.data[at + b.row_stride] } else { 0.0 })
+}
+
+simd_fn! {
+/// A panel with fewer columns than its width; the others are zero.
+fn pack_partial<S, type E: Factor>(b: Matrix, width: usize, packed: &mut [E]) {
+    packed.fill(E::default());
+    if b.col_stride == 1 {
+        for (p, row) in packed.chunks_exact_mut(width).enumerate() {
+            let (first, second) = neighbours::<E>(&b.data[p * E::STEPS * b.row_stride..], b.row_stride, p * E::STEPS + 1 < b.rows);
+            match second {
+                None => row.iter_mut().zip(&first[..b.cols]).for_each(|(to, x)| *to = E::new(*x, 0.0)),
+                Some(second) => {
+                    let pairs = first[..b.cols].iter().zip(second);
+                    row.iter_mut().zip(pairs).for_each(|(to, (x, y))| *to = E::new(*x, *y));
+                }
+            }
+        }
+        return;
+    }
+    for j in 0..b.cols {
+        for (p, row) in packed.chunks_exact_mut(width).enumerate() {
+            row[j] = element(&b, p, j);
+        }
+    }
+}
 }
 
 simd_fn! {
