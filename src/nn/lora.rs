@@ -163,7 +163,7 @@ impl Lora {
         let ((out, input), mut merged) = (whole.dims2()?, ctx.vec::<f32>(whole.elem_count()));
         let from = storage::read::<f32>("lora", &whole)?;
         let numbers = (&*storage::read::<f32>("lora", a)?, &*storage::read::<f32>("lora", b)?);
-        self.factors().correct(ctx.family(), numbers, (0..out, 0..input), (&from, input), &mut merged);
+        self.factors().correct(ctx.family(), numbers, (0..out, 0..input), Some((&from, input)), &mut merged);
         drop(from);
         Ok(ctx.value(merged, (out, input)))
     }

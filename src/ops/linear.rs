@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::add;
 use super::blocks::BlockMatrix;
 use super::ctx::{Ctx, Value};
-use super::gemm::{Kept, MADE, Made, Matrix, Side, Store, gemm, gemm_made};
+use super::gemm::{Kept, Made, Matrix, Side, Store, gemm, gemm_made};
 use super::lora::Factors;
 use super::simd::Family;
 use super::storage::{self, Read};
@@ -100,12 +100,11 @@ impl Made for MadeWeight<'_> {
                 }
             }
             Numbers::Corrected(weight, [a, b], factors) => {
-                let mut block = [0f32; MADE * MADE];
                 let from = match &**weight {
-                    Numbers::Dense(numbers, (_, k)) => (&numbers[rows.start * k + columns.start..], *k),
+                    Numbers::Dense(numbers, (_, k)) => Some((&numbers[rows.start * k + columns.start..], *k)),
                     other => {
-                        MadeWeight(other, self.1).fill(rows.clone(), columns.clone(), &mut block[..to.len()]);
-                        (&block[..to.len()], width)
+                        MadeWeight(other, self.1).fill(rows.clone(), columns.clone(), to);
+                        None
                     }
                 };
                 factors.correct(self.1, (a, b), (rows, columns), from, to);

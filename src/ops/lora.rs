@@ -52,14 +52,14 @@ impl Factors<'_> {
         }
     }
 
-    /// Some rows and columns of the layer's weight, which `from` has in rows that lie `stride` apart, with the correction, into
-    /// `to`. `a` and `b` are the factors' numbers.
+    /// Some rows and columns of the layer's weight with the correction, into `to`. Without it they stand in `from`, in rows that
+    /// lie so far apart, or in `to` itself. `a` and `b` are the factors' numbers.
     pub fn correct(
         &self,
         family: Family,
         (a, b): (&[f32], &[f32]),
         (rows, columns): (Range<usize>, Range<usize>),
-        (from, stride): (&[f32], usize),
+        from: Option<(&[f32], usize)>,
         to: &mut [f32],
     ) {
         let rank = b.len() / self.b.dims()[0].max(1);
@@ -72,9 +72,10 @@ impl Factors<'_> {
                 let start = s.columns.start.clamp(next, rows.end);
                 start..s.columns.end.clamp(start, rows.end)
             });
-            for row in next..own.start {
-                let at = row - rows.start;
-                to[at * width..][..width].copy_from_slice(&from[at * stride..][..width]);
+            if let Some((from, stride)) = from {
+                for at in next - rows.start..own.start - rows.start {
+                    to[at * width..][..width].copy_from_slice(&from[at * stride..][..width]);
+                }
             }
             next = own.end;
             let Some(segment) = segment.filter(|_| !own.is_empty()) else { continue };
@@ -83,7 +84,8 @@ impl Factors<'_> {
             let a = &a[i * rank * input + columns.start..];
             let (start, end) = (own.start - rows.start, own.end - rows.start);
             let to = &mut to[start * width..end * width];
-            corrected_rows(family, (&from[start * stride..], stride), (a, input), (b, rank), self.scale, width, to);
+            let from = from.map(|(from, stride)| (&from[start * stride..], stride));
+            corrected_rows(family, from, (a, input), (b, rank), self.scale, width, to);
         }
     }
 
@@ -330,10 +332,7 @@ fn part(data: &[f32], width: usize, columns: Range<usize>) -> Matrix<'_> {
 pub fn merge(family: Family, weight: &mut [f32], (a, b, rank): (&[f32], &[f32], usize), scale: f32) {
     let input = a.len() / rank.max(1);
     let rows = weight.par_chunks_mut((TALL * input).max(1)).zip(b.par_chunks((TALL * rank).max(1)));
-    rows.for_each(|(to, b)| {
-        let from = to.to_vec();
-        corrected_rows(family, (&from, input), (a, input), (b, rank), scale, input, to);
-    });
+    rows.for_each(|(to, b)| corrected_rows(family, None, (a, input), (b, rank), scale, input, to));
 }
 
 /// Columns whose sums stay in registers while the rows of A go by, and rows that share what is read of A.
@@ -341,19 +340,19 @@ const WIDE: usize = 64;
 const TALL: usize = 4;
 
 simd_fn! {
-/// to (rows, columns) = from + scale B A for rows of B (rows, r) and the first columns of A and of `from`, whose rows lie as far
-/// apart as is said with them.
-fn corrected_rows<S>(from: (&[f32], usize), a: (&[f32], usize), b: (&[f32], usize), scale: f32, columns: usize, to: &mut [f32]) {
-    let ((from, stride), (b, rank)) = (from, b);
+/// to (rows, columns) = from + scale B A, or += where there is no other `from`, for rows of B (rows, r) and the first columns of
+/// A and of `from`, whose rows lie as far apart as is said with them.
+fn corrected_rows<S>(from: Option<(&[f32], usize)>, a: (&[f32], usize), b: (&[f32], usize), scale: f32, columns: usize, to: &mut [f32]) {
+    let (b, rank) = b;
     let rows = to.len() / columns;
     let whole = rows / TALL * TALL;
     for row in (0..whole).step_by(TALL) {
         let to = &mut to[row * columns..(row + TALL) * columns];
-        few_rows::<S, TALL>((&from[row * stride..], stride), a, &b[row * rank..(row + TALL) * rank], scale, columns, to);
+        few_rows::<S, TALL>(from.map(|(from, stride)| (&from[row * stride..], stride)), a, &b[row * rank..(row + TALL) * rank], scale, columns, to);
     }
     for row in whole..rows {
         let to = &mut to[row * columns..(row + 1) * columns];
-        few_rows::<S, 1>((&from[row * stride..], stride), a, &b[row * rank..(row + 1) * rank], scale, columns, to);
+        few_rows::<S, 1>(from.map(|(from, stride)| (&from[row * stride..], stride)), a, &b[row * rank..(row + 1) * rank], scale, columns, to);
     }
 }
 }
@@ -361,7 +360,7 @@ fn corrected_rows<S>(from: (&[f32], usize), a: (&[f32], usize), b: (&[f32], usiz
 /// The same for M rows.
 #[inline(always)]
 fn few_rows<S: Simd, const M: usize>(
-    (from, from_stride): (&[f32], usize),
+    from: Option<(&[f32], usize)>,
     (a, stride): (&[f32], usize),
     b: &[f32],
     scale: f32,
@@ -381,19 +380,21 @@ fn few_rows<S: Simd, const M: usize>(
             }
         }
         for m in 0..M {
-            let from: &[f32; WIDE] =
-                from[m * from_stride + first..].first_chunk().expect("a block lies inside the row");
             let to: &mut [f32; WIDE] =
                 to[m * columns + first..].first_chunk_mut().expect("a block lies inside the row");
+            if let Some((from, stride)) = from {
+                *to = *from[m * stride + first..].first_chunk().expect("a block lies inside the row");
+            }
             for i in 0..WIDE {
-                to[i] = S::fma(scale, sums[m][i], from[i]);
+                to[i] = S::fma(scale, sums[m][i], to[i]);
             }
         }
     }
     for column in columns / WIDE * WIDE..columns {
         for m in 0..M {
             let sum = (0..rank).fold(0.0, |sum, p| S::fma(b[m * rank + p], a[p * stride + column], sum));
-            to[m * columns + column] = S::fma(scale, sum, from[m * from_stride + column]);
+            let to = &mut to[m * columns + column];
+            *to = S::fma(scale, sum, from.map_or(*to, |(from, stride)| from[m * stride + column]));
         }
     }
 }

@@ -170,12 +170,12 @@ pub struct Side<'a> {
 pub trait Made: Sync {
     fn dims(&self) -> (usize, usize);
 
-    /// Writes a block, row after row, of at most `MADE` rows and columns; columns begin at multiples of `MADE`.
+    /// Writes a block, row after row; its first column is a multiple of `MADE`.
     fn fill(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]);
 }
 
-/// Rows and columns of a matrix that are made at a time.
-pub const MADE: usize = 64;
+/// Columns of a matrix that are made at a time, or whole rows.
+const MADE: usize = 64;
 
 /// `gemm` with a made matrix, transposed or as it is, and the side's product, for which A is read and rounded no second time.
 pub fn gemm_made(
@@ -224,17 +224,18 @@ fn made_panels<E: Factor>(ctx: &Ctx, made: &dyn Made, transposed: bool) -> Vec<E
                 pack_panel(family, matrix, i, width, &mut packed[first / E::STEPS * width..][..steps]);
             }
         };
+        if transposed {
+            return f32::with_scratch(own.len() * k, |block| {
+                made.fill(own.clone(), 0..k, block);
+                put(Matrix::new(block, own.len(), k).t(), 0);
+            });
+        }
         let mut block = [0f32; MADE * MADE];
         for first in (0..k).step_by(MADE) {
             let of_k = first..(first + MADE).min(k);
             let block = &mut block[..own.len() * of_k.len()];
-            if transposed {
-                made.fill(own.clone(), of_k.clone(), block);
-                put(Matrix::new(block, own.len(), of_k.len()).t(), first);
-            } else {
-                made.fill(of_k.clone(), own.clone(), block);
-                put(Matrix::new(block, of_k.len(), own.len()), first);
-            }
+            made.fill(of_k.clone(), own.clone(), block);
+            put(Matrix::new(block, of_k.len(), own.len()), first);
         }
     });
     packed
