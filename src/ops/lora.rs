@@ -242,29 +242,37 @@ pub fn backward(
             }
         }
     });
-    for (store, to) in [(a_store, &mut *da), (b_store, &mut *db)] {
+    // The blocks in order, one after the other into the first; then that to where it belongs.
+    let own = size.min(partial.len());
+    let (first, others) = partial.split_at_mut(own);
+    for other in others.chunks_exact(size.max(1)) {
+        first.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
+    }
+    put_sums(factors, first, (&mut da, a_store), (&mut db, b_store));
+    ctx.recycle(partial);
+    Ok(())
+}
+
+/// Sums of dA and of each segment's dB^T, without the scale (nothing, if there were no rows), into the slots.
+fn put_sums(factors: Factors, sums: &[f32], da: (&mut [f32], Store), db: (&mut [f32], Store)) {
+    for (to, store) in [(&mut *da.0, da.1), (&mut *db.0, db.1)] {
         if store == Store::Set {
             to.fill(0.0);
         }
     }
-    // The blocks in order, one after the other into the first; then that to where it belongs.
-    let (first, others) = partial.split_at_mut(size.min(n * size));
-    for other in others.chunks_exact(size.max(1)) {
-        first.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
+    if sums.is_empty() {
+        return;
     }
-    if n > 0 {
-        let (a_part, b_part) = first.split_at(da.len());
-        da.iter_mut().zip(a_part).for_each(|(to, x)| *to += factors.scale * x);
-        for Segment { rows, .. } in factors.segments {
-            let own = rows.start * rank..rows.end * rank;
-            let (to, from) = (&mut db[own.clone()], &b_part[own]);
-            to.chunks_exact_mut(rank).enumerate().for_each(|(row, to)| {
-                to.iter_mut().enumerate().for_each(|(i, to)| *to += factors.scale * from[i * rows.len() + row]);
-            });
-        }
+    let (a_sums, b_sums) = sums.split_at(da.0.len());
+    da.0.iter_mut().zip(a_sums).for_each(|(to, x)| *to += factors.scale * x);
+    let rank = db.0.len() / factors.b.dims()[0].max(1);
+    for Segment { rows, .. } in factors.segments {
+        let own = rows.start * rank..rows.end * rank;
+        let (to, from) = (&mut db.0[own.clone()], &b_sums[own]);
+        to.chunks_exact_mut(rank).enumerate().for_each(|(row, to)| {
+            to.iter_mut().enumerate().for_each(|(i, to)| *to += factors.scale * from[i * rows.len() + row]);
+        });
     }
-    ctx.recycle(partial);
-    Ok(())
 }
 
 /// C (m, n) += A^T B for A (k, m) and B (k, n) of a few rows.
