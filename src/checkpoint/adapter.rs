@@ -95,15 +95,9 @@ impl Adapter {
         let weights = Weights::open(&path.join(MODEL))?;
         let known = config.json.get("auto_mapping").and_then(Value::as_object);
         let text = |key: &str| known.and_then(|k| k.get(key)).and_then(Value::as_str);
-        let blocks = match text("base_blocks") {
-            None => None,
-            Some(name) => Some(
-                Format::ALL
-                    .into_iter()
-                    .find(|f| f.name() == name)
-                    .ok_or_else(|| config.wrong("base_blocks", "a block format", &json!(name)))?,
-            ),
-        };
+        let format =
+            |name| Format::named(name).ok_or_else(|| config.wrong("base_blocks", "a block format", &json!(name)));
+        let blocks = text("base_blocks").map(format).transpose()?;
         let base = config.json.get("base_model_name_or_path").and_then(Value::as_str).filter(|name| !name.is_empty());
         let targets = Target::ALL.into_iter().filter(|target| {
             let inside = format!("{}.lora_A.weight", target.module());

@@ -143,7 +143,7 @@ pub struct FinetuneArgs {
     /// Their scale times the rank, or times its root with --rslora [default: twice the rank]
     #[arg(long, value_name = "ALPHA", allow_negative_numbers = true, conflicts_with = "full")]
     pub alpha: Option<f32>,
-    /// Projections that are adapted: some of q,k,v,o,gate,up,down,head, or all [default: all but head]
+    /// Projections that are adapted: some of q,k,v,o,gate,up,down,head, or all [default: all, the head only with a small vocabulary]
     #[arg(long, value_name = "LIST", conflicts_with = "full")]
     pub targets: Option<String>,
     /// Scale by alpha over the root of the rank
@@ -172,9 +172,8 @@ pub struct FinetuneArgs {
 pub struct MergeArgs {
     /// The base, or an adapter that knows its base; the newest run if not given
     pub checkpoint: Option<PathBuf>,
-    /// An adapter to merge, and a scale for it; may be given several times
-    #[arg(long, value_name = "DIR[:SCALE]")]
-    pub adapter: Vec<String>,
+    #[command(flatten)]
+    pub adapters: AdapterArgs,
     /// Folder for the model
     #[arg(long, short, value_name = "DIR")]
     pub out: PathBuf,

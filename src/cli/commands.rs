@@ -148,15 +148,15 @@ fn finetune_command(args: FinetuneArgs, global: &Global, family: Family, interru
 fn merge_command(args: MergeArgs, global: &Global) -> Result<()> {
     let config = merge::MergeConfig {
         checkpoint: args.checkpoint,
-        adapters: adapters(&args.adapter)?,
+        adapters: adapters(&args.adapters)?,
         out: args.out,
         stored: args.dtype.as_deref().map(merge::StoredType::named).transpose()?,
     };
     print(&merge::run(&config, &mut Terminal::new())?, global, show::merged)
 }
 
-fn adapters(given: &[String]) -> Result<Vec<(PathBuf, f32)>> {
-    given.iter().map(|text| merge::adapter(text)).collect()
+fn adapters(given: &AdapterArgs) -> Result<Vec<(PathBuf, f32)>> {
+    given.adapter.iter().map(|text| merge::adapter(text)).collect()
 }
 
 fn sample_command(args: SampleArgs, global: &Global, family: Family, interrupt: &Interrupt) -> Result<()> {
@@ -190,7 +190,7 @@ pub fn sample_config(args: SampleArgs, family: Family) -> Result<SampleConfig> {
     let engine = &args.engine;
     Ok(SampleConfig {
         checkpoint: args.checkpoint,
-        adapters: adapters(&args.adapters.adapter)?,
+        adapters: adapters(&args.adapters)?,
         width: args.batch.unwrap_or(8),
         prompts,
         max_tokens: args.max_tokens,
@@ -288,10 +288,14 @@ fn text_file(path: &Path) -> Result<String> {
     })
 }
 
+/// A source as the commands that read one have it.
+fn data_config(source: String, flags: &DataFlags, global: &Global) -> Result<data::DataConfig> {
+    Ok(data::DataConfig { source, given: flags.checked()?, offline: global.offline })
+}
+
 fn data_command(command: DataCommand, global: &Global) -> Result<()> {
     let offline = global.offline;
-    let config =
-        |source, flags: &DataFlags| Ok::<_, Error>(data::DataConfig { source, given: flags.checked()?, offline });
+    let config = |source, flags: &DataFlags| data_config(source, flags, global);
     let mut terminal = Terminal::new();
     match command {
         DataCommand::List => print(&data::list(), global, show::data_list),
@@ -317,9 +321,7 @@ fn data_command(command: DataCommand, global: &Global) -> Result<()> {
 }
 
 fn tokenizer_command(command: TokenizerCommand, global: &Global) -> Result<()> {
-    let offline = global.offline;
-    let config =
-        |source, flags: &DataFlags| Ok::<_, Error>(data::DataConfig { source, given: flags.checked()?, offline });
+    let config = |source, flags: &DataFlags| data_config(source, flags, global);
     let mut terminal = Terminal::new();
     match command {
         TokenizerCommand::Train { data, vocab, kind, out, flags } => {
@@ -336,24 +338,14 @@ fn tokenizer_command(command: TokenizerCommand, global: &Global) -> Result<()> {
 }
 
 fn eval_command(args: EvalArgs, global: &Global, family: Family) -> Result<()> {
-    let EvalArgs {
-        checkpoint,
-        adapters: AdapterArgs { adapter },
-        data,
-        whole,
-        test,
-        validation,
-        context,
-        stride,
-        engine,
-    } = args;
+    let EvalArgs { checkpoint, adapters: given, data, whole, test, validation, context, stride, engine } = args;
     let asked = cache(&engine)?;
     let kind = engine.r#type.as_deref().map(WeightType::named).transpose()?;
     let engine = (kind.is_some() || asked != CacheSettings::default()).then_some((kind, asked));
     let offline = global.offline;
     let config = eval::EvalConfig {
         checkpoint,
-        adapters: adapters(&adapter)?,
+        adapters: adapters(&given)?,
         data,
         whole,
         test,
@@ -373,7 +365,7 @@ fn score_command(args: ScoreArgs, global: &Global, family: Family) -> Result<()>
         (None, Some(path)) => text_file(path)?,
         (None, None) => return Err(Error::usage("no text").with_hint("give --text or --file")),
     };
-    let adapters = adapters(&args.adapters.adapter)?;
+    let adapters = adapters(&args.adapters)?;
     let config = eval::ScoreConfig { checkpoint: args.checkpoint, adapters, text, family };
     print(&eval::score(&config, &mut Terminal::new())?, global, show::score)
 }

@@ -35,6 +35,11 @@ impl Format {
         }
     }
 
+    /// The format of that name, if there is one.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.name() == name)
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Format::Q8_0 => "q8_0",

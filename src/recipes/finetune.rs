@@ -165,7 +165,7 @@ impl LoraGiven {
             self.targets = Some(targets(&names.join(","))?);
         }
         if let (None, Some(name)) = (self.base, before["quantized"].as_str()) {
-            self.base = Format::ALL.into_iter().find(|format| format.name() == name);
+            self.base = Format::named(name);
         }
         Ok(self)
     }
