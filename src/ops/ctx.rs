@@ -8,24 +8,38 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{DType, Device, Shape, Tensor};
+use half::{bf16, f16};
 
 use super::gemm::Precision;
+use super::gpu::{Arg, Dispatch, Gpu, Kernel, Product, Value as Number};
 use super::simd::Family;
 use super::storage::{self, Element};
 use super::team::Team;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What was launched since the last `take_counts`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Ops started; on a GPU this is the number of dispatches.
+    /// Ops started.
     pub launches: u64,
     /// Bytes of weights that the ops read.
     pub weight_bytes: u64,
+    /// Kernels handed to a GPU.
+    pub dispatches: u64,
+    /// Matrix products handed to a GPU.
+    pub products: u64,
+    /// Buffers and structs of numbers bound to kernels.
+    pub bindings: u64,
+    /// Command buffers sent off, each with one encoder.
+    pub command_buffers: u64,
+    /// Bytes that went from the CPU to the GPU, and back.
+    pub uploaded: u64,
+    pub downloaded: u64,
 }
 
 pub struct Ctx {
     device: Device,
+    gpu: Option<Arc<dyn Gpu>>,
     family: Family,
     precision: Precision,
     free: Arc<Mutex<FreeList>>,
@@ -38,14 +52,104 @@ impl Ctx {
     pub fn cpu(family: Family) -> Self {
         assert!(family.available(), "{} kernels cannot run on this CPU", family.name());
         let (precision, counts) = (Precision::F32, Counts::default());
-        Self { device: Device::Cpu, family, precision, free: Arc::default(), team: Arc::default(), counts }
+        let (free, team) = (Arc::default(), Arc::default());
+        Self { device: Device::Cpu, gpu: None, family, precision, free, team, counts }
+    }
+
+    /// A context whose ops are handed to `gpu`; `family` is for what stays on the CPU.
+    pub fn gpu(gpu: Arc<dyn Gpu>, family: Family) -> Self {
+        Self { gpu: Some(gpu), ..Self::cpu(family) }
+    }
+
+    /// Whether ops are handed to a GPU.
+    pub fn has_gpu(&self) -> bool {
+        self.gpu.is_some()
     }
 
     /// Another context over the same device and free list, for work that runs beside this one's; its counters are its own.
     pub fn fork(&self) -> Self {
         let (free, team) = (Arc::clone(&self.free), Arc::clone(&self.team));
         let (family, precision) = (self.family, self.precision);
-        Self { device: self.device.clone(), family, precision, free, team, counts: Counts::default() }
+        let (device, gpu) = (self.device.clone(), self.gpu.clone());
+        Self { device, gpu, family, precision, free, team, counts: Counts::default() }
+    }
+
+    fn device_of(&self, op: &'static str) -> Result<&dyn Gpu> {
+        self.gpu.as_deref().ok_or_else(|| Error::op(op, "a context with a GPU", "one of the CPU"))
+    }
+
+    /// Hands a dispatch of `groups` threadgroups to the GPU, with T being `dtype`.
+    pub fn dispatch(
+        &mut self,
+        kernel: &'static Kernel,
+        dtype: DType,
+        args: &[Arg],
+        numbers: &[Number],
+        groups: impl Into<Groups>,
+    ) -> Result<()> {
+        let Groups(groups) = groups.into();
+        self.hand_over(&Dispatch { kernel, dtype, form: "", args, numbers, groups })
+    }
+
+    /// Hands a dispatch to the GPU, or drops it if it has no threadgroups.
+    pub fn hand_over(&mut self, dispatch: &Dispatch) -> Result<()> {
+        let Dispatch { kernel, args, numbers, groups, .. } = *dispatch;
+        if groups.contains(&0) {
+            return Ok(());
+        }
+        dispatch.check()?;
+        self.device_of(kernel.name)?.dispatch(dispatch)?;
+        self.counts.dispatches += 1;
+        self.counts.bindings += args.len() as u64 + u64::from(!numbers.is_empty());
+        Ok(())
+    }
+
+    /// Hands a matrix product of training to the GPU.
+    pub fn multiply(&mut self, product: &Product) -> Result<()> {
+        self.device_of("multiply")?.multiply(product)?;
+        self.counts.products += 1;
+        Ok(())
+    }
+
+    /// Sends off what was handed to the GPU, if there is one.
+    pub fn commit(&mut self) -> Result<()> {
+        if let Some(gpu) = &self.gpu {
+            gpu.commit()?;
+            self.counts.command_buffers += 1;
+        }
+        Ok(())
+    }
+
+    /// Waits for all that was handed to the GPU, if there is one.
+    pub fn wait(&self) -> Result<()> {
+        self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.wait())
+    }
+
+    /// Notes bytes that went to the GPU or came back.
+    pub fn transfer(&mut self, uploaded: usize, downloaded: usize) {
+        self.counts.uploaded += uploaded as u64;
+        self.counts.downloaded += downloaded as u64;
+    }
+
+    /// An output of that type and shape for a kernel to write, its contents unspecified.
+    pub fn output(&self, dtype: DType, shape: impl Into<Shape>) -> Result<Value> {
+        let shape = shape.into();
+        let len = shape.elem_count();
+        Ok(match dtype {
+            DType::F32 => self.value(self.vec::<f32>(len), shape),
+            DType::U32 => self.value(self.vec::<u32>(len), shape),
+            DType::F16 => self.value(self.vec::<f16>(len), shape),
+            DType::BF16 => self.value(self.vec::<bf16>(len), shape),
+            other => return Err(Error::op("output", "f32, f16, bf16 or u32", format!("{other:?}"))),
+        })
+    }
+
+    /// Numbers as a tensor that a kernel can read.
+    pub fn upload<T: Pooled>(&mut self, numbers: &[T], shape: impl Into<Shape>) -> Value {
+        let mut vec = self.vec::<T>(numbers.len());
+        vec.copy_from_slice(numbers);
+        self.transfer(std::mem::size_of_val(numbers), 0);
+        self.value(vec, shape)
     }
 
     pub fn device(&self) -> &Device {
@@ -115,7 +219,7 @@ impl Ctx {
     /// Bytes that lie in the free list now.
     pub fn free_bytes(&self) -> usize {
         let free = self.free.lock().expect("free list lock");
-        (free.f32.elements + free.u32.elements) * 4
+        (free.f32.elements + free.u32.elements) * 4 + (free.f16.elements + free.bf16.elements) * 2
     }
 }
 
@@ -158,6 +262,8 @@ impl Drop for Owner {
         match self.tensor.dtype() {
             DType::F32 => storage::take(&self.tensor).into_iter().for_each(|v| free.f32.put(v)),
             DType::U32 => storage::take(&self.tensor).into_iter().for_each(|v| free.u32.put(v)),
+            DType::F16 => storage::take(&self.tensor).into_iter().for_each(|v| free.f16.put(v)),
+            DType::BF16 => storage::take(&self.tensor).into_iter().for_each(|v| free.bf16.put(v)),
             _ => {}
         }
     }
@@ -167,6 +273,8 @@ impl Drop for Owner {
 pub struct FreeList {
     f32: Shelf<f32>,
     u32: Shelf<u32>,
+    f16: Shelf<f16>,
+    bf16: Shelf<bf16>,
 }
 
 /// Element types that have a shelf in the free list.
@@ -175,17 +283,36 @@ pub trait Pooled: Element {
     fn shelf(free: &mut FreeList) -> &mut Shelf<Self>;
 }
 
-impl Pooled for f32 {
-    const POISON: f32 = f32::NAN;
-    fn shelf(free: &mut FreeList) -> &mut Shelf<f32> {
-        &mut free.f32
+macro_rules! pooled {
+    ($($ty:ident $poison:expr),*) => {$(
+        impl Pooled for $ty {
+            const POISON: $ty = $poison;
+            fn shelf(free: &mut FreeList) -> &mut Shelf<$ty> {
+                &mut free.$ty
+            }
+        }
+    )*};
+}
+pooled!(f32 f32::NAN, u32 u32::MAX, f16 f16::NAN, bf16 bf16::NAN);
+
+/// How many threadgroups a dispatch has in each direction.
+pub struct Groups([usize; 3]);
+
+impl From<usize> for Groups {
+    fn from(x: usize) -> Self {
+        Self([x, 1, 1])
     }
 }
 
-impl Pooled for u32 {
-    const POISON: u32 = u32::MAX;
-    fn shelf(free: &mut FreeList) -> &mut Shelf<u32> {
-        &mut free.u32
+impl From<(usize, usize)> for Groups {
+    fn from((x, y): (usize, usize)) -> Self {
+        Self([x, y, 1])
+    }
+}
+
+impl From<(usize, usize, usize)> for Groups {
+    fn from((x, y, z): (usize, usize, usize)) -> Self {
+        Self([x, y, z])
     }
 }
 

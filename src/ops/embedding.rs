@@ -6,8 +6,10 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
+use super::add;
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
+use super::gpu::{Arg, kernels};
 use super::linear::Weight;
 use super::storage;
 use crate::error::{Error, Result};
@@ -26,6 +28,13 @@ pub fn forward(ctx: &mut Ctx, table: Weight, ids: &[u32]) -> Result<Value> {
     let (rows, columns) = table.dims()?;
     check(ids, rows)?;
     ctx.launch(4 * ids.len() * columns);
+    if let (true, Weight::Dense { tensor, .. }) = (ctx.has_gpu(), table) {
+        let (ids, n) = (ctx.upload(ids, ids.len()), ids.len());
+        let y = ctx.output(tensor.dtype(), (n, columns))?;
+        let args = [Arg::read(tensor), Arg::read(&ids), Arg::write(&y)];
+        ctx.dispatch(&kernels::EMBED, tensor.dtype(), &args, &[columns.into()], n)?;
+        return Ok(y);
+    }
     let mut y = ctx.vec(ids.len() * columns);
     let rows = y.chunks_exact_mut(columns).zip(ids);
     match table {
@@ -44,14 +53,17 @@ pub fn backward(ctx: &mut Ctx, ids: &[u32], dy: &Tensor, dtable: (&Tensor, Store
     let (rows, columns) = dtable.0.dims2()?;
     check(ids, rows)?;
     ctx.launch(0);
+    // Tokens sorted by id, equal ids in order: then each table row belongs to one task and is summed in token order.
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    order.sort_by_key(|n| ids[*n as usize]);
+    if ctx.has_gpu() {
+        return backward_gpu(ctx, ids, &order, dy, dtable);
+    }
     let dy = storage::read::<f32>("embedding", dy)?;
     let mut to = storage::write::<f32>("embedding", dtable.0)?;
     if dtable.1 == Store::Set {
         to.fill(0.0);
     }
-    // Tokens sorted by id, equal ids in order: then each table row belongs to one task and is summed in token order.
-    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
-    order.sort_by_key(|n| ids[*n as usize]);
     let dy: &[f32] = &dy;
     let chunk = rows.div_ceil(4 * rayon::current_num_threads()).max(1);
     to.par_chunks_mut(chunk * columns).enumerate().for_each(|(part, to)| {
@@ -65,6 +77,33 @@ pub fn backward(ctx: &mut Ctx, ids: &[u32], dy: &Tensor, dtable: (&Tensor, Store
         }
     });
     Ok(())
+}
+
+/// `order` has the tokens sorted by id.
+fn backward_gpu(
+    ctx: &mut Ctx,
+    ids: &[u32],
+    order: &[u32],
+    dy: &Tensor,
+    (dtable, store): (&Tensor, Store),
+) -> Result<()> {
+    let (_, columns) = dtable.dims2()?;
+    if store == Store::Set {
+        add::fill(ctx, dtable, 0.0)?;
+    }
+    let of = |n: &u32| ids[*n as usize];
+    let runs = order.chunk_by(|a, b| of(a) == of(b));
+    let rows: Vec<u32> = runs.clone().map(|run| of(&run[0])).collect();
+    let ends = runs.scan(0, |end, run| {
+        *end += run.len() as u32;
+        Some(*end)
+    });
+    let starts: Vec<u32> = std::iter::once(0).chain(ends).collect();
+    let groups = rows.len();
+    let order = ctx.upload(order, order.len());
+    let (starts, rows) = (ctx.upload(&starts, starts.len()), ctx.upload(&rows, groups));
+    let args = [Arg::read(&order), Arg::read(&starts), Arg::read(&rows), Arg::read(dy), Arg::update(dtable)];
+    ctx.dispatch(&kernels::EMBED_BACKWARD, dy.dtype(), &args, &[columns.into()], groups)
 }
 
 /// The rows of `table` for `ids` by the plain formula.

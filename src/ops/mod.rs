@@ -10,6 +10,7 @@ pub mod distillation;
 pub mod dropout;
 pub mod embedding;
 pub mod gemm;
+pub mod gpu;
 pub mod gradient_norm;
 pub mod guard;
 pub mod heads;

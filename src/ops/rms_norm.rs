@@ -5,12 +5,13 @@
 //! The gradient of the weight is summed within fixed blocks of rows, then over the blocks in index order: no bit of it
 //! depends on the number of threads.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::add::CHUNK;
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
+use super::gpu::{Arg, kernels};
 use super::simd::{LANES, Simd, dot, fold, simd_fn};
 use super::storage;
 use crate::error::{Error, Result};
@@ -33,8 +34,16 @@ pub struct Saved<'a> {
 
 /// Normalises x (N, C) with gain `weight` (C); returns y (N, C) and the factors 1 / sqrt(mean(x^2) + eps) (N).
 pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, eps: f32) -> Result<(Value, Value)> {
+    if ctx.has_gpu() {
+        let (c, n) = (weight.elem_count(), rows_of(x.elem_count(), weight.elem_count())?);
+        ctx.launch(4 * c);
+        let (y, rstd) = (ctx.output(x.dtype(), x.shape())?, ctx.output(DType::F32, n)?);
+        let args = [Arg::read(x), Arg::read(weight), Arg::write(&y), Arg::write(&rstd)];
+        ctx.dispatch(&kernels::RMS_NORM, x.dtype(), &args, &[n.into(), c.into(), eps.into()], n.div_ceil(8))?;
+        return Ok((y, rstd));
+    }
     let (shape, x, weight) = (x.shape(), storage::read::<f32>(OP, x)?, storage::read::<f32>(OP, weight)?);
-    let (family, c, n) = (ctx.family(), weight.len(), rows_of(&x, weight.len())?);
+    let (family, c, n) = (ctx.family(), weight.len(), rows_of(x.len(), weight.len())?);
     ctx.launch(4 * c);
     let (mut y, mut rstd) = (ctx.vec::<f32>(n * c), ctx.vec::<f32>(n));
     let (x, weight): (&[f32], &[f32]) = (&x, &weight);
@@ -52,15 +61,15 @@ pub fn backward(
     (dx, dx_store): (&Tensor, Store),
     dweight: Option<(&Tensor, Store)>,
 ) -> Result<()> {
+    if ctx.has_gpu() {
+        return backward_gpu(ctx, saved, dy, (dx, dx_store), dweight);
+    }
     let (x, weight) = (storage::read::<f32>(OP, saved.x)?, storage::read::<f32>(OP, saved.weight)?);
     let (rstd, dy) = (storage::read::<f32>(OP, saved.rstd)?, storage::read::<f32>(OP, dy)?);
     let mut dx = storage::write::<f32>(OP, dx)?;
-    let (family, c, n) = (ctx.family(), weight.len(), rows_of(&x, weight.len())?);
+    let (family, c, n) = (ctx.family(), weight.len(), rows_of(x.len(), weight.len())?);
     let gain = dweight.map_or(c, |(slot, _)| slot.elem_count());
-    if (rstd.len(), dy.len(), dx.len(), gain) != (n, n * c, n * c, c) {
-        let found = format!("rstd {}, dy {}, dx {}, dweight {gain}", rstd.len(), dy.len(), dx.len());
-        return Err(Error::op(OP, format!("gradients of {n} x {c}"), found));
-    }
+    check_backward((n, c), (rstd.len(), dy.len(), dx.len(), gain))?;
     ctx.launch(4 * c);
     let mut partial = ctx.vec::<f32>(n.div_ceil(BLOCK) * c);
     let (x, weight, rstd, dy): (&[f32], &[f32], &[f32], &[f32]) = (&x, &weight, &rstd, &dy);
@@ -77,11 +86,57 @@ pub fn backward(
     Ok(())
 }
 
-fn rows_of(x: &[f32], c: usize) -> Result<usize> {
-    if c == 0 || !x.len().is_multiple_of(c) {
-        return Err(Error::op(OP, format!("rows of {c} elements"), format!("{} elements", x.len())));
+fn backward_gpu(
+    ctx: &mut Ctx,
+    saved: Saved,
+    dy: &Tensor,
+    (dx, store): (&Tensor, Store),
+    dweight: Option<(&Tensor, Store)>,
+) -> Result<()> {
+    let Saved { x, weight, rstd } = saved;
+    let (c, n) = (weight.elem_count(), rows_of(x.elem_count(), weight.elem_count())?);
+    let gain = dweight.map_or(c, |(slot, _)| slot.elem_count());
+    check_backward((n, c), (rstd.elem_count(), dy.elem_count(), dx.elem_count(), gain))?;
+    ctx.launch(4 * c);
+    let blocks = n.div_ceil(BLOCK);
+    let partial = ctx.output(DType::F32, blocks * c)?;
+    let args = [Arg::read(x), Arg::read(weight), Arg::read(rstd), Arg::read(dy), Arg::update(dx), Arg::write(&partial)];
+    ctx.dispatch(&kernels::RMS_NORM_BACKWARD, x.dtype(), &args, &[n.into(), c.into(), store.into()], blocks)?;
+    match dweight {
+        Some((slot, store)) => add_blocks_gpu(ctx, &partial, (blocks, c, 0), slot, store),
+        None => Ok(()),
     }
-    Ok(x.len() / c)
+}
+
+/// `add_blocks` for a GPU: so many blocks, their length, and the offset in each.
+pub(super) fn add_blocks_gpu(
+    ctx: &mut Ctx,
+    partial: &Tensor,
+    (blocks, stride, offset): (usize, usize, usize),
+    to: &Tensor,
+    store: Store,
+) -> Result<()> {
+    let columns = to.elem_count();
+    let numbers = [blocks.into(), stride.into(), offset.into(), columns.into(), store.into()];
+    let args = [Arg::read(partial), Arg::update(to)];
+    ctx.dispatch(&kernels::ADD_BLOCKS, DType::F32, &args, &numbers, columns.div_ceil(256))
+}
+
+fn rows_of(elements: usize, c: usize) -> Result<usize> {
+    if c == 0 || !elements.is_multiple_of(c) {
+        return Err(Error::op(OP, format!("rows of {c} elements"), format!("{elements} elements")));
+    }
+    Ok(elements / c)
+}
+
+/// Holds the sizes of rstd, dy, dx and dweight to rows (n, c).
+fn check_backward((n, c): (usize, usize), found: (usize, usize, usize, usize)) -> Result<()> {
+    if found != (n, n * c, n * c, c) {
+        let (rstd, dy, dx, gain) = found;
+        let found = format!("rstd {rstd}, dy {dy}, dx {dx}, dweight {gain}");
+        return Err(Error::op(OP, format!("gradients of {n} x {c}"), found));
+    }
+    Ok(())
 }
 
 /// `to` (+)= the sum over blocks, in order, of what starts at `offset` in each block of `partial`.

@@ -38,6 +38,39 @@ macro_rules! element {
 }
 element!(f32, F32);
 element!(u32, U32);
+element!(half::f16, F16);
+element!(half::bf16, BF16);
+
+/// Where the elements of a tensor lie, and how many bytes they are.
+pub trait Address {
+    fn address(&mut self) -> (*mut u8, usize);
+}
+
+impl<T: Element> Address for Read<'_, T> {
+    fn address(&mut self) -> (*mut u8, usize) {
+        (self.as_ptr().cast_mut().cast(), std::mem::size_of_val::<[T]>(self))
+    }
+}
+
+impl<T: Element> Address for Write<'_, T> {
+    fn address(&mut self) -> (*mut u8, usize) {
+        (self.as_mut_ptr().cast(), std::mem::size_of_val::<[T]>(self))
+    }
+}
+
+/// `read` or, with `writing`, `write` whatever the type.
+pub fn open<'a>(op: &'static str, tensor: &'a Tensor, writing: bool) -> Result<Box<dyn Address + 'a>> {
+    fn one<'a, T: Element>(op: &'static str, tensor: &'a Tensor, writing: bool) -> Result<Box<dyn Address + 'a>> {
+        Ok(if writing { Box::new(write::<T>(op, tensor)?) } else { Box::new(read::<T>(op, tensor)?) })
+    }
+    match tensor.dtype() {
+        DType::F32 => one::<f32>(op, tensor, writing),
+        DType::U32 => one::<u32>(op, tensor, writing),
+        DType::F16 => one::<half::f16>(op, tensor, writing),
+        DType::BF16 => one::<half::bf16>(op, tensor, writing),
+        other => Err(Error::op(op, "f32, f16, bf16 or u32", format!("{other:?}"))),
+    }
+}
 
 /// A contiguous tensor borrowed as a slice.
 pub struct Read<'a, T> {

@@ -1,12 +1,14 @@
 //! What the parity tests share: numbers to test on, families to run, and the comparison.
 
+use crate::emulator;
 use candle_core::{Device, Tensor};
 use gpt::ops::{ctx::Ctx, simd::Family, storage};
 use gpt::random::{Purpose, Stream};
 
-/// A context for every kernel family that this machine can run.
+/// A context for every kernel family that this machine can run, and one that emulates Metal if it can.
 pub fn contexts() -> Vec<Ctx> {
-    Family::ALL.into_iter().filter(|f| f.available()).map(Ctx::cpu).collect()
+    let families = Family::ALL.into_iter().filter(|f| f.available()).map(Ctx::cpu);
+    families.chain(emulator::available().then(emulator::ctx)).collect()
 }
 
 /// Standard normal numbers, the same for the same `salt`.
