@@ -44,11 +44,17 @@ impl Stream {
         Self { key: [seed as u32, (seed >> 32) as u32], purpose: purpose as u32 }
     }
 
+    /// The key, and what stands after the block in the counter, at a position: for devices that draw by themselves.
+    #[inline(always)]
+    pub fn address(&self, position: u64) -> ([u32; 2], [u32; 2]) {
+        (self.key, [position as u32, (position >> 32) as u32 & 0xFF | self.purpose << 8])
+    }
+
     /// Four words at (`position`, `block`). `position` keeps its low 40 bits: the purpose holds the other 24.
     #[inline(always)]
     pub fn block(&self, position: u64, block: u32) -> [u32; 4] {
-        let high = (position >> 32) as u32 & 0xFF | self.purpose << 8;
-        philox4x32([block, position as u32, high, 0], self.key)
+        let (key, [low, high]) = self.address(position);
+        philox4x32([block, low, high, 0], key)
     }
 
     /// One word at (`position`, `index`).

@@ -1,10 +1,11 @@
 //! AdamW (Loshchilov and Hutter, arXiv 1711.05101) in one pass over memory, with the averaged weights kept beside.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::add::CHUNK;
 use super::ctx::Ctx;
+use super::gpu::{Arg, kernels};
 use super::scalars::Scalar;
 use super::simd::simd_fn;
 use super::storage;
@@ -52,6 +53,14 @@ struct Step {
 /// One update; nothing at all when `Skip` is set.
 pub fn step(ctx: &mut Ctx, target: Target, adamw: Adamw, scalars: &Tensor) -> Result<()> {
     ctx.launch(0);
+    let lengths = [target.gradient, target.first, target.second].map(Tensor::elem_count);
+    if lengths.iter().any(|len| *len != target.master.elem_count()) {
+        let expected = format!("gradient and moments of {} elements", target.master.elem_count());
+        return Err(Error::op("adamw", expected, format!("{lengths:?}")));
+    }
+    if ctx.has_gpu() {
+        return step_gpu(ctx, target, adamw, scalars);
+    }
     let s = storage::read::<f32>("adamw", scalars)?.to_vec();
     if s[Scalar::Skip as usize] != 0.0 {
         return Ok(());
@@ -69,11 +78,6 @@ pub fn step(ctx: &mut Ctx, target: Target, adamw: Adamw, scalars: &Tensor) -> Re
     let mut master = storage::write::<f32>("adamw", target.master)?;
     let mut first = storage::write::<f32>("adamw", target.first)?;
     let mut second = storage::write::<f32>("adamw", target.second)?;
-    let lengths = [gradient.len(), first.len(), second.len()];
-    if lengths.iter().any(|len| *len != master.len()) {
-        let expected = format!("gradient and moments of {} elements", master.len());
-        return Err(Error::op("adamw", expected, format!("{lengths:?}")));
-    }
     let family = ctx.family();
     let moments = first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK));
     master.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK)).zip(moments).for_each(|((p, g), (m, v))| {
@@ -81,6 +85,35 @@ pub fn step(ctx: &mut Ctx, target: Target, adamw: Adamw, scalars: &Tensor) -> Re
     });
     drop((first, second));
     average(ctx, &master, target.ema, step.ema)
+}
+
+fn step_gpu(ctx: &mut Ctx, target: Target, adamw: Adamw, scalars: &Tensor) -> Result<()> {
+    let Target { master, gradient, first, second, ema } = target;
+    let Adamw { beta1, beta2, epsilon, weight_decay } = adamw;
+    let (count, log) = (master.elem_count(), |beta: f32| f64::from(beta).ln() as f32);
+    let numbers = [
+        count.into(),
+        beta1.into(),
+        beta2.into(),
+        log(beta1).into(),
+        log(beta2).into(),
+        epsilon.into(),
+        weight_decay.into(),
+    ];
+    let args = [Arg::update(master), Arg::read(gradient), Arg::update(first), Arg::update(second), Arg::read(scalars)];
+    ctx.dispatch(&kernels::ADAMW, DType::F32, &args, &numbers, count.div_ceil(256))?;
+    average_gpu(ctx, master, ema, scalars)
+}
+
+/// `average` on a GPU, which finds the decay in the scalars.
+pub(super) fn average_gpu(ctx: &mut Ctx, master: &Tensor, ema: Option<&Tensor>, scalars: &Tensor) -> Result<()> {
+    let Some(ema) = ema else { return Ok(()) };
+    let count = master.elem_count();
+    if ema.elem_count() != count {
+        return Err(Error::op("ema", format!("{count} elements"), ema.elem_count().to_string()));
+    }
+    let args = [Arg::read(master), Arg::update(ema), Arg::read(scalars)];
+    ctx.dispatch(&kernels::AVERAGE, DType::F32, &args, &[count.into()], count.div_ceil(256))
 }
 
 simd_fn! {

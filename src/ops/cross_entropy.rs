@@ -6,11 +6,14 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
+use super::add;
 use super::ctx::{Ctx, Value};
 use super::gemm::{self, Matrix, Store, gemm};
+use super::gpu::{self, Arg, Product, kernels};
+use super::linear::product_gpu;
 use super::simd::{self, Family, simd_fn};
 use super::storage;
 use crate::error::{Error, Result};
@@ -60,6 +63,14 @@ pub fn forward(
     }
     let family = ctx.family();
     let factor = (!matches!(wanted, Wanted::None)).then_some(scale);
+    if ctx.has_gpu() {
+        return over_chunks_gpu(ctx, (x, weight), targets, (scale, wanted), &mut |ctx, chunk| {
+            let Chunk { rows, logits, targets, losses } = chunk;
+            let args = [Arg::update(logits), Arg::read(targets).at(rows.start), Arg::write(losses).at(rows.start)];
+            let numbers = [v.into(), usize::from(factor.is_some()).into(), scale.into()];
+            ctx.dispatch(&kernels::CROSS_ENTROPY, logits.dtype(), &args, &numbers, rows.len())
+        });
+    }
     let (nll, dx) = over_chunks(ctx, "cross_entropy", x, weight, wanted, &mut |_, rows, logits, nll| {
         rows_nll(family, logits, v, &targets[rows], nll, factor);
     })?;
@@ -120,6 +131,58 @@ pub(super) fn over_chunks(
     }
     packed.recycle(ctx);
     Ok((losses, dx))
+}
+
+/// Logits that a chunk holds at most on a GPU, which wants large products.
+const GPU_CHUNK_LOGITS: usize = 1 << 24;
+
+/// A chunk on a GPU.
+pub(super) struct Chunk<'a> {
+    pub rows: Range<usize>,
+    /// Of the chunk (M, V).
+    pub logits: &'a Tensor,
+    /// Of all rows (N).
+    pub targets: &'a Tensor,
+    pub losses: &'a Tensor,
+}
+
+/// What is done with a chunk on a GPU: as `Rows`.
+pub(super) type RowsGpu<'a> = dyn FnMut(&mut Ctx, Chunk) -> Result<()> + 'a;
+
+/// `over_chunks` on a GPU.
+pub(super) fn over_chunks_gpu(
+    ctx: &mut Ctx,
+    (x, weight): (&Tensor, &Tensor),
+    targets: &[u32],
+    (scale, wanted): (f32, Wanted),
+    each: &mut RowsGpu,
+) -> Result<Output> {
+    let ((n, c), (v, _)) = (x.dims2()?, weight.dims2()?);
+    ctx.launch(4 * v * c);
+    let (targets, losses) = (ctx.upload(targets, n), ctx.output(DType::F32, n)?);
+    let dx = (!matches!(wanted, Wanted::None)).then(|| ctx.output(x.dtype(), (n, c))).transpose()?;
+    let (x, head) = (gpu::Matrix::new(x, n, c), gpu::Matrix::new(weight, v, c));
+    if let (0, Wanted::InputAndHead(slot, Store::Set)) = (n, wanted) {
+        add::fill(ctx, slot, 0.0)?;
+    }
+    let most = (GPU_CHUNK_LOGITS / v).clamp(64, 4096);
+    for start in (0..n).step_by(most) {
+        let m = most.min(n - start);
+        let (logits, x) = (ctx.output(weight.dtype(), (m, v))?, x.from_row(start).first_rows(m));
+        ctx.multiply(&Product { a: x, b: head.t(), c: Arg::write(&logits) })?;
+        each(ctx, Chunk { rows: start..start + m, logits: &logits, targets: &targets, losses: &losses })?;
+        let dlogits = gpu::Matrix::new(&logits, m, v);
+        if let Some(dx) = &dx {
+            ctx.multiply(&Product { a: dlogits, b: head, c: Arg::write(dx).at(start * c) })?;
+        }
+        if let Wanted::InputAndHead(slot, store) = wanted {
+            product_gpu(ctx, dlogits.t(), x, (slot, if start == 0 { store } else { Store::Add }))?;
+        }
+    }
+    let loss = ctx.output(DType::F32, 1)?;
+    let args = [Arg::read(&losses), Arg::write(&loss)];
+    ctx.dispatch(&kernels::SUM_LOSSES, DType::F32, &args, &[n.into(), scale.into()], 1)?;
+    Ok(Output { loss, nll: losses, dx })
 }
 
 /// The loss of each row of logits (M, V); with `scale` they become (softmax - onehot) * scale.

@@ -135,6 +135,12 @@ impl Ctx {
     pub fn output(&self, dtype: DType, shape: impl Into<Shape>) -> Result<Value> {
         let shape = shape.into();
         let len = shape.elem_count();
+        #[cfg(target_os = "macos")]
+        if let Some(metal) = super::gpu::metal::home() {
+            let found = self.free.lock().expect("free list lock").shared.take(dtype, len);
+            let storage = found.map_or_else(|| metal.storage(dtype, len), Ok)?;
+            return Ok(self.own(storage::shared::wrap(storage, shape)));
+        }
         Ok(match dtype {
             DType::F32 => self.value(self.vec::<f32>(len), shape),
             DType::U32 => self.value(self.vec::<u32>(len), shape),
@@ -202,7 +208,10 @@ impl Ctx {
 
     /// Wraps an op's output; its memory goes back to this context's free list with the last handle.
     pub fn value<T: Pooled>(&self, vec: Vec<T>, shape: impl Into<Shape>) -> Value {
-        let tensor = storage::tensor(vec, shape);
+        self.own(storage::tensor(vec, shape))
+    }
+
+    fn own(&self, tensor: Tensor) -> Value {
         Value { owner: Arc::new(Owner { tensor: tensor.clone(), free: Arc::clone(&self.free) }), tensor }
     }
 
@@ -219,7 +228,11 @@ impl Ctx {
     /// Bytes that lie in the free list now.
     pub fn free_bytes(&self) -> usize {
         let free = self.free.lock().expect("free list lock");
-        (free.f32.elements + free.u32.elements) * 4 + (free.f16.elements + free.bf16.elements) * 2
+        #[cfg(target_os = "macos")]
+        let shared = free.shared.bytes();
+        #[cfg(not(target_os = "macos"))]
+        let shared = 0;
+        shared + (free.f32.elements + free.u32.elements) * 4 + (free.f16.elements + free.bf16.elements) * 2
     }
 }
 
@@ -259,6 +272,12 @@ struct Owner {
 impl Drop for Owner {
     fn drop(&mut self) {
         let Ok(mut free) = self.free.lock() else { return };
+        #[cfg(target_os = "macos")]
+        if self.tensor.device().is_metal() {
+            let storage = storage::shared::take(&self.tensor);
+            storage.into_iter().for_each(|storage| free.shared.put(self.tensor.dtype(), storage));
+            return;
+        }
         match self.tensor.dtype() {
             DType::F32 => storage::take(&self.tensor).into_iter().for_each(|v| free.f32.put(v)),
             DType::U32 => storage::take(&self.tensor).into_iter().for_each(|v| free.u32.put(v)),
@@ -275,6 +294,29 @@ pub struct FreeList {
     u32: Shelf<u32>,
     f16: Shelf<f16>,
     bf16: Shelf<bf16>,
+    #[cfg(target_os = "macos")]
+    shared: SharedShelf,
+}
+
+/// Memory that a GPU shares, by type and length. The GPU may still work with it: only what is handed to it afterwards may write.
+#[cfg(target_os = "macos")]
+#[derive(Debug, Default)]
+struct SharedShelf(BTreeMap<(&'static str, usize), Vec<candle_core::MetalStorage>>);
+
+#[cfg(target_os = "macos")]
+impl SharedShelf {
+    fn take(&mut self, dtype: DType, len: usize) -> Option<candle_core::MetalStorage> {
+        self.0.get_mut(&(dtype.as_str(), len * dtype.size_in_bytes()))?.pop()
+    }
+
+    fn put(&mut self, dtype: DType, storage: candle_core::MetalStorage) {
+        let bytes = super::gpu::metal::memory(&storage).1;
+        self.0.entry((dtype.as_str(), bytes)).or_default().push(storage);
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.iter().map(|((_, bytes), all)| bytes * all.len()).sum()
+    }
 }
 
 /// Element types that have a shelf in the free list.

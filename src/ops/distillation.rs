@@ -6,12 +6,13 @@
 //! keeps gradients comparable). D is KL(q|p), KL(p|q) (Gu et al., "MiniLLM", 2023) or their Jensen-Shannon mean (Agarwal et
 //! al., "On-Policy Distillation", 2023).
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::cross_entropy::{IGNORE, Output, Wanted, over_chunks, row_nll, total};
+use super::cross_entropy::{Chunk, IGNORE, Output, Wanted, over_chunks, over_chunks_gpu, row_nll, total};
 use super::ctx::Ctx;
 use super::gemm::{self, Matrix, Store};
+use super::gpu::{self, Arg, Product, kernels};
 use super::simd::{self, Family, LANES, simd_fn};
 use super::storage;
 use crate::error::{Error, Result};
@@ -58,6 +59,9 @@ pub fn forward(
 ) -> Result<Output> {
     let ((n, c), (v, columns)) = (x.dims2()?, weight.dims2()?);
     check((n, c, columns), v, teacher, targets)?;
+    if ctx.has_gpu() {
+        return forward_gpu(ctx, (x, weight), teacher, targets, (settings, scale), wanted);
+    }
     let family = ctx.family();
     let factor = if matches!(wanted, Wanted::None) { 0.0 } else { scale };
     let (losses, dx) = match teacher {
@@ -94,6 +98,44 @@ pub fn forward(
     };
     let loss = total(ctx, &losses, scale);
     Ok(Output { loss, nll: ctx.value(losses, n), dx: dx.map(|dx| ctx.value(dx, (n, c))) })
+}
+
+fn forward_gpu(
+    ctx: &mut Ctx,
+    (x, weight): (&Tensor, &Tensor),
+    teacher: Teacher,
+    targets: &[u32],
+    (settings, scale): (Settings, f32),
+    wanted: Wanted,
+) -> Result<Output> {
+    let Settings { divergence, temperature, alpha } = settings;
+    let (v, divergence) = (weight.dims2()?.0, divergence as usize);
+    let top = match teacher {
+        Teacher::Model { .. } => None,
+        Teacher::Top { ids, logprobs, .. } => Some((ctx.upload(ids, ids.len()), ctx.upload(logprobs, logprobs.len()))),
+    };
+    over_chunks_gpu(ctx, (x, weight), targets, (scale, wanted), &mut |ctx, chunk| {
+        let Chunk { rows, logits, targets, losses } = chunk;
+        let scratch = ctx.output(DType::F32, logits.shape())?;
+        let (targets, losses) = (Arg::read(targets).at(rows.start), Arg::write(losses).at(rows.start));
+        match (teacher, &top) {
+            (Teacher::Top { k, .. }, Some((ids, logprobs))) => {
+                let (ids, logprobs) = (Arg::read(ids).at(rows.start * k), Arg::read(logprobs).at(rows.start * k));
+                let args = [Arg::update(logits), ids, logprobs, targets, losses, Arg::update(&scratch)];
+                let numbers = [v.into(), k.into(), divergence.into(), alpha.into(), scale.into()];
+                ctx.dispatch(&kernels::DISTILLATION_TOP, DType::F32, &args, &numbers, rows.len())
+            }
+            (Teacher::Model { x, weight }, _) => {
+                let channels = weight.dims2()?.1;
+                let a = gpu::Matrix::new(x, x.dims()[0], channels).from_row(rows.start).first_rows(rows.len());
+                ctx.multiply(&Product { a, b: gpu::Matrix::new(weight, v, channels).t(), c: Arg::write(&scratch) })?;
+                let args = [Arg::update(logits), Arg::read(&scratch), targets, losses];
+                let numbers = [v.into(), divergence.into(), temperature.into(), alpha.into(), scale.into()];
+                ctx.dispatch(&kernels::DISTILLATION, DType::F32, &args, &numbers, rows.len())
+            }
+            (Teacher::Top { .. }, None) => unreachable!("it was uploaded above"),
+        }
+    })
 }
 
 fn check((n, c, columns): (usize, usize, usize), v: usize, teacher: Teacher, targets: &[u32]) -> Result<()> {

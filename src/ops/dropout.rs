@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::add::CHUNK;
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
+use super::gpu::{Arg, kernels};
 use super::simd::{Family, simd_fn};
 use super::storage;
 use crate::error::{Error, Result};
@@ -28,9 +29,14 @@ pub struct Mask {
 /// x with the dropped elements zero and the others times 1 / (1 - probability).
 pub fn forward(ctx: &mut Ctx, x: &Tensor, mask: Mask) -> Result<Value> {
     let (family, shape) = (ctx.family(), x.shape());
-    let x = storage::read::<f32>(OP, x)?;
-    mask.check(x.len())?;
+    mask.check(x.elem_count())?;
     ctx.launch(0);
+    if ctx.has_gpu() {
+        let y = ctx.output(x.dtype(), shape)?;
+        mask.dispatch(ctx, x, (&y, Store::Set))?;
+        return Ok(y);
+    }
+    let x = storage::read::<f32>(OP, x)?;
     let mut y = ctx.vec::<f32>(x.len());
     mask.apply(family, &x, &mut y, Store::Set);
     Ok(ctx.value(y, shape))
@@ -38,12 +44,15 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, mask: Mask) -> Result<Value> {
 
 /// From dy: writes the gradient of x, the dropped elements' being zero, to `dx`.
 pub fn backward(ctx: &mut Ctx, dy: &Tensor, mask: Mask, (dx, store): (&Tensor, Store)) -> Result<()> {
-    let (dy, mut dx) = (storage::read::<f32>(OP, dy)?, storage::write::<f32>(OP, dx)?);
-    mask.check(dy.len())?;
-    if dy.len() != dx.len() {
-        return Err(Error::op(OP, format!("{} elements", dy.len()), dx.len().to_string()));
+    mask.check(dy.elem_count())?;
+    if dy.elem_count() != dx.elem_count() {
+        return Err(Error::op(OP, format!("{} elements", dy.elem_count()), dx.elem_count().to_string()));
     }
     ctx.launch(0);
+    if ctx.has_gpu() {
+        return mask.dispatch(ctx, dy, (dx, store));
+    }
+    let (dy, mut dx) = (storage::read::<f32>(OP, dy)?, storage::write::<f32>(OP, dx)?);
     mask.apply(ctx.family(), &dy, &mut dx, store);
     Ok(())
 }
@@ -68,6 +77,21 @@ impl Mask {
     /// What the elements that stay are multiplied by.
     fn scale(&self) -> f32 {
         (1.0 / (1.0 - f64::from(self.probability))) as f32
+    }
+
+    fn dispatch(&self, ctx: &mut Ctx, x: &Tensor, (y, store): (&Tensor, Store)) -> Result<()> {
+        let (count, ([key0, key1], [position, high])) = (x.elem_count(), self.stream.address(self.position));
+        let numbers = [
+            count.into(),
+            key0.into(),
+            key1.into(),
+            position.into(),
+            high.into(),
+            self.threshold().into(),
+            self.scale().into(),
+            store.into(),
+        ];
+        ctx.dispatch(&kernels::DROPOUT, x.dtype(), &[Arg::read(x), Arg::update(y)], &numbers, count.div_ceil(4 * 256))
     }
 
     fn apply(&self, family: Family, x: &[f32], y: &mut [f32], store: Store) {

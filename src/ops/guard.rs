@@ -4,9 +4,10 @@
 //! above its running mean. Skipped steps do not enter the statistics, so one spike does not excuse the next. The
 //! idea of skipping by z-score is that of llm.c's outlier detector.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::ctx::Ctx;
+use super::gpu::{Arg, kernels};
 use super::scalars::Scalar;
 use super::storage;
 use crate::error::Result;
@@ -35,6 +36,10 @@ const MOST_VARIANCE: f32 = 1e30;
 /// Sets `Clip` and `Skip` from `Loss` and `GradientNorm`, and folds a step that is not skipped into the statistics.
 pub fn decide(ctx: &mut Ctx, scalars: &Tensor, guard: Guard) -> Result<()> {
     ctx.launch(0);
+    if ctx.has_gpu() {
+        let numbers = [guard.max_norm.into(), guard.spike_threshold.into(), (guard.observe as f32).into()];
+        return ctx.dispatch(&kernels::GUARD_DECIDE, DType::F32, &[Arg::update(scalars)], &numbers, 1);
+    }
     let mut s = storage::write::<f32>("guard", scalars)?;
     let (loss, norm) = (s[Scalar::Loss as usize], s[Scalar::GradientNorm as usize]);
     let ready = guard.spike_threshold > 0.0 && s[Scalar::Observed as usize] >= guard.observe as f32;
@@ -69,6 +74,9 @@ pub fn decide(ctx: &mut Ctx, scalars: &Tensor, guard: Guard) -> Result<()> {
 /// Counts the update, if there was one.
 pub fn finish(ctx: &mut Ctx, scalars: &Tensor) -> Result<()> {
     ctx.launch(0);
+    if ctx.has_gpu() {
+        return ctx.dispatch(&kernels::GUARD_FINISH, DType::F32, &[Arg::update(scalars)], &[], 1);
+    }
     let mut s = storage::write::<f32>("guard", scalars)?;
     if s[Scalar::Skip as usize] == 0.0 {
         s[Scalar::Updates as usize] += 1.0;

@@ -9,6 +9,7 @@ use super::add;
 use super::blocks::BlockMatrix;
 use super::ctx::{Ctx, Value};
 use super::gemm::{Kept, Made, Matrix, Side, Store, gemm, gemm_made};
+use super::gpu::{self, Arg, Product};
 use super::lora::Factors;
 use super::simd::Family;
 use super::storage::{self, Read};
@@ -180,6 +181,16 @@ pub fn forward(
     if let Some(residual) = residual.filter(|r| r.dims() != [n, out]) {
         return Err(Error::op("linear", format!("a residual of ({n}, {out})"), format!("{:?}", residual.dims())));
     }
+    if let (true, Weight::Dense { tensor, .. }, None) = (ctx.has_gpu(), weight, &side) {
+        ctx.launch(weight.bytes()?);
+        let y = ctx.output(x.dtype(), (n, out))?;
+        let (a, b) = (gpu::Matrix::new(x, n, k), gpu::Matrix::new(tensor, out, k).t());
+        ctx.multiply(&Product { a, b, c: Arg::write(&y) })?;
+        if let Some(residual) = residual {
+            add::add_assign(ctx, &y, residual)?;
+        }
+        return Ok(y);
+    }
     let mut y = ctx.vec(n * out);
     let store = match residual {
         None => Store::Set,
@@ -202,6 +213,11 @@ pub fn backward_input(
     side: Option<Side>,
 ) -> Result<()> {
     let (n, out) = dy.dims2()?;
+    if let (true, Weight::Dense { tensor, .. }, None) = (ctx.has_gpu(), weight, &side) {
+        ctx.launch(weight.bytes()?);
+        let b = gpu::Matrix::new(tensor, out, weight.dims()?.1);
+        return product_gpu(ctx, gpu::Matrix::new(dy, n, out), b, dx);
+    }
     let dy = storage::read::<f32>("linear", dy)?;
     let mut to = storage::write::<f32>("linear", dx.0)?;
     multiply(ctx, Matrix::new(&dy, n, out), (weight, Direction::Backward), (&mut to, dx.1), side)
@@ -211,10 +227,23 @@ pub fn backward_input(
 pub fn backward_weight(ctx: &mut Ctx, dy: &Tensor, x: &Tensor, dweight: (&Tensor, Store)) -> Result<()> {
     let ((n, out), (_, k)) = (dy.dims2()?, x.dims2()?);
     ctx.launch(0);
+    if ctx.has_gpu() {
+        return product_gpu(ctx, gpu::Matrix::new(dy, n, out).t(), gpu::Matrix::new(x, n, k), dweight);
+    }
     let (dy, x) = (storage::read::<f32>("linear", dy)?, storage::read::<f32>("linear", x)?);
     let mut to = storage::write::<f32>("linear", dweight.0)?;
     gemm(ctx, Matrix::new(&dy, n, out).t(), Matrix::new(&x, n, k), &mut to, dweight.1);
     Ok(())
+}
+
+/// The product of a and b on a GPU, stored or added.
+pub(super) fn product_gpu(ctx: &mut Ctx, a: gpu::Matrix, b: gpu::Matrix, (to, store): (&Tensor, Store)) -> Result<()> {
+    if store == Store::Set {
+        return ctx.multiply(&Product { a, b, c: Arg::write(to) });
+    }
+    let c = ctx.output(to.dtype(), to.shape())?;
+    ctx.multiply(&Product { a, b, c: Arg::write(&c) })?;
+    add::add_assign(ctx, to, &c)
 }
 
 /// y of `forward` without residual by the plain formula; `x` has rows of `input` elements, `weight` too.

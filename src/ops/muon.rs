@@ -5,13 +5,14 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::adamw::{average, ema_decay};
-use super::ctx::Ctx;
+use super::adamw::{average, average_gpu, ema_decay};
+use super::ctx::{Ctx, Value};
 use super::gemm::{Matrix, Store, gemm};
-use super::gradient_norm::square_sum;
+use super::gpu::{self, Arg, Product, kernels};
+use super::gradient_norm::{norm_gpu, square_sum};
 use super::scalars::Scalar;
 use super::simd::simd_fn;
 use super::storage;
@@ -55,6 +56,9 @@ struct Job<'a> {
 /// worked on by one thread.
 pub fn step(ctx: &mut Ctx, targets: &[Target], muon: Muon, scalars: &Tensor) -> Result<()> {
     ctx.launch(0);
+    if ctx.has_gpu() {
+        return targets.iter().try_for_each(|target| step_gpu(ctx, target, muon, scalars));
+    }
     let s = storage::read::<f32>("muon", scalars)?.to_vec();
     if s[Scalar::Skip as usize] != 0.0 {
         return Ok(());
@@ -70,13 +74,7 @@ pub fn step(ctx: &mut Ctx, targets: &[Target], muon: Muon, scalars: &Tensor) -> 
     let mut jobs = Vec::new();
     for (target, (gradient, momentum, master)) in targets.iter().zip(&mut opened) {
         let (_, columns) = target.master.dims2()?;
-        let parts: Vec<_> = target.parts.iter().map(Range::len).collect();
-        let covered = parts.iter().sum::<usize>() * columns;
-        if [gradient.len(), momentum.len(), master.len()] != [covered; 3] {
-            let found = [gradient.len(), momentum.len(), master.len()];
-            let expected = format!("gradient, momentum and master in parts of {parts:?} rows of {columns}");
-            return Err(Error::op("muon", expected, format!("{found:?} elements")));
-        }
+        let parts = target.parts()?;
         let (mut gradient, mut momentum, mut master): (&[f32], &mut [f32], &mut [f32]) = (gradient, momentum, master);
         for rows in parts {
             let (g, g_rest) = gradient.split_at(rows * columns);
@@ -93,6 +91,43 @@ pub fn step(ctx: &mut Ctx, targets: &[Target], muon: Muon, scalars: &Tensor) -> 
         average(ctx, master, target.ema, ema_decay(&s))?;
     }
     Ok(())
+}
+
+impl Target<'_> {
+    /// The rows of each part, which must be all there are.
+    fn parts(&self) -> Result<Vec<usize>> {
+        let (_, columns) = self.master.dims2()?;
+        let parts: Vec<_> = self.parts.iter().map(Range::len).collect();
+        let found = [self.gradient, self.momentum, self.master].map(Tensor::elem_count);
+        if found != [parts.iter().sum::<usize>() * columns; 3] {
+            let expected = format!("gradient, momentum and master in parts of {parts:?} rows of {columns}");
+            return Err(Error::op("muon", expected, format!("{found:?} elements")));
+        }
+        Ok(parts)
+    }
+}
+
+fn step_gpu(ctx: &mut Ctx, target: &Target, muon: Muon, scalars: &Tensor) -> Result<()> {
+    let Target { master, gradient, momentum, ema, .. } = *target;
+    let ((_, columns), count) = (master.dims2()?, master.elem_count());
+    let update = ctx.output(DType::F32, count)?;
+    let args = [Arg::read(gradient), Arg::update(momentum), Arg::write(&update), Arg::read(scalars)];
+    let numbers = [count.into(), muon.momentum.into()];
+    ctx.dispatch(&kernels::MUON_GATHER, DType::F32, &args, &numbers, count.div_ceil(256))?;
+    let mut first = 0;
+    for rows in target.parts()? {
+        let count = rows * columns;
+        let part = ctx.output(DType::F32, count)?;
+        let args = [Arg::read(&update).at(first), Arg::write(&part)];
+        ctx.dispatch(&kernels::COPY, DType::F32, &args, &[count.into()], count.div_ceil(256))?;
+        let part = orthogonalize_gpu(ctx, part, rows, columns, muon.iterations)?;
+        let args = [Arg::update(master).at(first), Arg::read(&part), Arg::read(scalars)];
+        let scale = 0.2 * (rows.max(columns) as f32).sqrt();
+        let numbers = [count.into(), muon.weight_decay.into(), scale.into()];
+        ctx.dispatch(&kernels::MUON_APPLY, DType::F32, &args, &numbers, count.div_ceil(256))?;
+        first += count;
+    }
+    average_gpu(ctx, master, ema, scalars)
 }
 
 fn update(ctx: &mut Ctx, job: Job, muon: Muon, lr: f32, clip: f32) {
@@ -144,12 +179,14 @@ fn scale_all<S>(x: &mut [f32], factor: f32) {
 }
 }
 
+/// The coefficients of the iteration.
+const A: f32 = 3.4445;
+const B: f32 = -4.7750;
+const C: f32 = 2.0315;
+
 /// Brings the singular values of x (rows, columns) near to one, by the quintic Newton-Schulz iteration
 /// X <- a X + (b A + c A A) X with A = X X^T, on the smaller side.
 pub fn orthogonalize(ctx: &mut Ctx, x: &mut [f32], rows: usize, columns: usize, iterations: usize) {
-    const A: f32 = 3.4445;
-    const B: f32 = -4.7750;
-    const C: f32 = 2.0315;
     let norm = square_sum(ctx, x).sqrt() as f32;
     scale_all(ctx.family(), x, 1.0 / (norm + 1e-7));
     let small = rows.min(columns);
@@ -170,4 +207,30 @@ pub fn orthogonalize(ctx: &mut Ctx, x: &mut [f32], rows: usize, columns: usize, 
     ctx.recycle(gram);
     ctx.recycle(poly);
     ctx.recycle(next);
+}
+
+/// `orthogonalize` on a GPU.
+fn orthogonalize_gpu(ctx: &mut Ctx, mut x: Value, rows: usize, columns: usize, iterations: usize) -> Result<Value> {
+    let (count, small) = (rows * columns, rows.min(columns));
+    let norm = ctx.output(DType::F32, 1)?;
+    norm_gpu(ctx, std::iter::once(Arg::read(&x)), (&norm, 0))?;
+    let args = [Arg::update(&x), Arg::read(&norm)];
+    ctx.dispatch(&kernels::MUON_NORMALISE, DType::F32, &args, &[count.into()], count.div_ceil(256))?;
+    let (gram, poly) = (ctx.output(DType::F32, small * small)?, ctx.output(DType::F32, small * small)?);
+    for _ in 0..iterations {
+        let wide = gpu::Matrix::new(&x, rows, columns);
+        let (a, b) = if rows <= columns { (wide, wide.t()) } else { (wide.t(), wide) };
+        ctx.multiply(&Product { a, b, c: Arg::write(&gram) })?;
+        let square = gpu::Matrix::new(&gram, small, small);
+        ctx.multiply(&Product { a: square, b: square, c: Arg::write(&poly) })?;
+        let (args, count) = ([Arg::update(&poly), Arg::read(&gram)], small * small);
+        let numbers = [count.into(), small.into(), A.into(), B.into(), C.into()];
+        ctx.dispatch(&kernels::MUON_POLYNOMIAL, DType::F32, &args, &numbers, count.div_ceil(256))?;
+        let next = ctx.output(DType::F32, (rows, columns))?;
+        let poly = gpu::Matrix::new(&poly, small, small);
+        let (a, b) = if rows <= columns { (poly, wide) } else { (wide, poly) };
+        ctx.multiply(&Product { a, b, c: Arg::write(&next) })?;
+        x = next;
+    }
+    Ok(x)
 }

@@ -5,11 +5,12 @@
 //! computed in f64. Su et al., "RoFormer" (2021); the norm of queries and keys: Dehghani et al., "Scaling Vision
 //! Transformers to 22 Billion Parameters" (2023). The gradients of the gains are summed over fixed blocks of rows in order.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
+use super::gpu::{Arg, kernels};
 use super::heads::Heads;
 use super::rms_norm::{self, BLOCK};
 use super::simd::{Simd, simd_fn};
@@ -71,8 +72,13 @@ pub fn forward(
     seq: usize,
 ) -> Result<(Value, Value)> {
     let (family, shape, inputs) = (ctx.family(), qkv.shape(), Inputs::new(heads, norms, table, seq)?);
+    if ctx.has_gpu() {
+        let n = inputs.rows_of(qkv.elem_count())?;
+        drop(inputs);
+        return forward_gpu(ctx, qkv, heads, (norms, table), (n, seq));
+    }
     let qkv = storage::read::<f32>(OP, qkv)?;
-    let (x, n, rows) = (&*qkv, inputs.rows_of(&qkv)?, inputs.rows());
+    let (x, n, rows) = (&*qkv, inputs.rows_of(qkv.len())?, inputs.rows());
     ctx.launch(0);
     let (width, rotated) = (heads.qkv_size(), heads.attention + heads.key_value);
     let mut y = ctx.vec::<f32>(n * width);
@@ -99,16 +105,23 @@ pub fn backward(
 ) -> Result<()> {
     let Saved { heads, norms, .. } = saved;
     let (family, inputs) = (ctx.family(), Inputs::new(heads, norms, saved.table, saved.seq)?);
-    let (qkv, rstd) = (storage::read::<f32>(OP, saved.qkv)?, storage::read::<f32>(OP, saved.rstd)?);
-    let (dout, mut dqkv) = (storage::read::<f32>(OP, dout)?, storage::write::<f32>(OP, dqkv)?);
-    let (n, width, d) = (inputs.rows_of(&dout)?, heads.qkv_size(), heads.dim);
+    let (n, width, d) = (inputs.rows_of(dout.elem_count())?, heads.qkv_size(), heads.dim);
     let rotated = if norms.is_some() { heads.attention + heads.key_value } else { 0 };
-    if (qkv.len(), dqkv.len(), rstd.len()) != (n * width, n * width, n * rotated) || dnorms.is_some() && norms.is_none()
-    {
-        let found = format!("qkv {}, dqkv {}, rstd {}", qkv.len(), dqkv.len(), rstd.len());
+    let sizes = (saved.qkv.elem_count(), dqkv.elem_count(), saved.rstd.elem_count());
+    if sizes != (n * width, n * width, n * rotated) || dnorms.is_some() && norms.is_none() {
+        let found = format!("qkv {}, dqkv {}, rstd {}", sizes.0, sizes.1, sizes.2);
         return Err(Error::op(OP, format!("{n} rows of {width}, no gain gradients without norms"), found));
     }
+    if let Some((gradient, _)) = dnorms.into_iter().flatten().find(|(gradient, _)| gradient.elem_count() != d) {
+        return Err(Error::op(OP, format!("a gain's gradient of {d}"), gradient.elem_count().to_string()));
+    }
     ctx.launch(0);
+    if ctx.has_gpu() {
+        drop(inputs);
+        return backward_gpu(ctx, saved, dout, (dqkv, store), dnorms);
+    }
+    let (qkv, rstd) = (storage::read::<f32>(OP, saved.qkv)?, storage::read::<f32>(OP, saved.rstd)?);
+    let (dout, mut dqkv) = (storage::read::<f32>(OP, dout)?, storage::write::<f32>(OP, dqkv)?);
     // Of each block: the gradients of both gains, and room for one un-rotated head.
     let mut partial = ctx.vec::<f32>(n.div_ceil(BLOCK) * 3 * d);
     let (x, rstd, dy, rows) = (&*qkv, &*rstd, &*dout, inputs.rows());
@@ -120,12 +133,80 @@ pub fn backward(
     });
     for (i, (gradient, store)) in dnorms.into_iter().flatten().enumerate() {
         let mut gradient = storage::write::<f32>(OP, gradient)?;
-        if gradient.len() != d {
-            return Err(Error::op(OP, format!("a gain's gradient of {d}"), gradient.len().to_string()));
-        }
         rms_norm::add_blocks(&partial, 3 * d, i * d, &mut gradient, store);
     }
     ctx.recycle(partial);
+    Ok(())
+}
+
+/// Rows of one partial sum of the gains' gradients on a GPU, as kernels/metal/rotary.metal has it.
+const GPU_BLOCK: usize = 16;
+
+/// The gains for a kernel: where there are none, anything.
+fn gains<'a>(norms: Option<Norms<'a>>, none: &'a Tensor) -> ([Arg<'a>; 2], usize, f32) {
+    match norms {
+        Some(Norms { query, key, eps }) => ([Arg::read(query), Arg::read(key)], 1, eps),
+        None => ([Arg::read(none); 2], 0, 0.0),
+    }
+}
+
+fn forward_gpu(
+    ctx: &mut Ctx,
+    qkv: &Tensor,
+    heads: Heads,
+    (norms, table): (Option<Norms>, &Table),
+    (n, seq): (usize, usize),
+) -> Result<(Value, Value)> {
+    let rotated = heads.attention + heads.key_value;
+    let y = ctx.output(qkv.dtype(), qkv.shape())?;
+    let rstd = ctx.output(DType::F32, if norms.is_some() { vec![n, rotated] } else { vec![0] })?;
+    let ([query, key], normed, eps) = gains(norms, qkv);
+    let all = rotated + heads.key_value;
+    let numbers =
+        [all.into(), rotated.into(), heads.dim.into(), heads.attention.into(), seq.into(), normed.into(), eps.into()];
+    let args =
+        [Arg::read(qkv), Arg::read(&table.cos), Arg::read(&table.sin), query, key, Arg::write(&y), Arg::write(&rstd)];
+    ctx.dispatch(&kernels::ROTARY, qkv.dtype(), &args, &numbers, (all.div_ceil(8), n))?;
+    Ok((y, rstd))
+}
+
+fn backward_gpu(
+    ctx: &mut Ctx,
+    saved: Saved,
+    dout: &Tensor,
+    (dqkv, store): (&Tensor, Store),
+    dnorms: Option<[(&Tensor, Store); 2]>,
+) -> Result<()> {
+    let Saved { qkv, rstd, norms, table, heads, seq } = saved;
+    let (n, rotated, d) = (dout.elem_count() / heads.qkv_size(), heads.attention + heads.key_value, heads.dim);
+    let blocks = n.div_ceil(GPU_BLOCK);
+    let partial = ctx.output(DType::F32, blocks * 2 * d)?;
+    let ([query, key], normed, _) = gains(norms, qkv);
+    let numbers = [
+        n.into(),
+        (rotated + heads.key_value).into(),
+        rotated.into(),
+        d.into(),
+        heads.attention.into(),
+        seq.into(),
+        normed.into(),
+        store.into(),
+    ];
+    let args = [
+        Arg::read(qkv),
+        Arg::read(rstd),
+        Arg::read(&table.cos),
+        Arg::read(&table.sin),
+        query,
+        key,
+        Arg::read(dout),
+        Arg::update(dqkv),
+        Arg::write(&partial),
+    ];
+    ctx.dispatch(&kernels::ROTARY_BACKWARD, dout.dtype(), &args, &numbers, blocks)?;
+    for (i, (gradient, store)) in dnorms.into_iter().flatten().enumerate() {
+        rms_norm::add_blocks_gpu(ctx, &partial, (blocks, 2 * d, i * d), gradient, store)?;
+    }
     Ok(())
 }
 
@@ -163,11 +244,11 @@ impl<'a> Inputs<'a> {
     }
 
     /// N, which must be whole sequences.
-    fn rows_of(&self, x: &[f32]) -> Result<usize> {
-        let (width, n) = (self.heads.qkv_size(), x.len() / self.heads.qkv_size());
-        if n * width != x.len() || self.seq == 0 || !n.is_multiple_of(self.seq) {
+    fn rows_of(&self, elements: usize) -> Result<usize> {
+        let (width, n) = (self.heads.qkv_size(), elements / self.heads.qkv_size());
+        if n * width != elements || self.seq == 0 || !n.is_multiple_of(self.seq) {
             let expected = format!("sequences of {} rows of {width}", self.seq);
-            return Err(Error::op(OP, expected, format!("{} elements", x.len())));
+            return Err(Error::op(OP, expected, format!("{elements} elements")));
         }
         Ok(n)
     }

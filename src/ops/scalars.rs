@@ -4,6 +4,7 @@
 use candle_core::Tensor;
 
 use super::ctx::Ctx;
+use super::gpu::{Arg, kernels};
 use super::storage;
 use crate::error::Result;
 
@@ -58,6 +59,10 @@ impl Scalars {
     /// Adds the one element of `value`, on the device.
     pub fn add(&self, ctx: &mut Ctx, scalar: Scalar, value: &Tensor) -> Result<()> {
         ctx.launch(0);
+        if ctx.has_gpu() {
+            let args = [Arg::update(&self.tensor).at(scalar as usize), Arg::read(value)];
+            return ctx.dispatch(&kernels::ADD, value.dtype(), &args, &[1usize.into()], 1);
+        }
         let value = storage::read::<f32>("scalars", value)?[0];
         storage::write::<f32>("scalars", &self.tensor)?[scalar as usize] += value;
         Ok(())

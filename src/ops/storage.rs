@@ -83,8 +83,15 @@ pub struct Read<'a, T> {
 impl<T: Element> Deref for Read<'_, T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
-        let Storage::Cpu(cpu) = &*self.storage else { unreachable!("`read` checked the device") };
-        &T::slice(cpu).expect("`read` checked the type")[self.start..self.end]
+        let all = match &*self.storage {
+            Storage::Cpu(cpu) => T::slice(cpu).expect("`read` checked the type"),
+            #[cfg(target_os = "macos")]
+            // SAFETY: `read` checked the type and waited for the GPU, and the lock keeps the storage.
+            Storage::Metal(metal) => unsafe { shared::slice(metal) },
+            #[allow(unreachable_patterns)] // There are others with other features of candle.
+            _ => unreachable!("`read` checked the device"),
+        };
+        &all[self.start..self.end]
     }
 }
 
@@ -96,6 +103,8 @@ pub fn read<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<Read
     };
     let length = match &*storage {
         Storage::Cpu(cpu) => T::slice(cpu).map(<[T]>::len),
+        #[cfg(target_os = "macos")]
+        Storage::Metal(metal) => shared::length::<T>(metal)?,
         _ => return Err(Error::op(op, "a CPU tensor", format!("{:?}", tensor.device().location()))),
     };
     match length {
@@ -105,64 +114,111 @@ pub fn read<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<Read
     }
 }
 
+/// The memory of a whole tensor.
+enum Memory<T> {
+    Vec(Vec<T>),
+    #[cfg(target_os = "macos")]
+    Shared(candle_core::MetalStorage),
+}
+
+impl<T: Element> Memory<T> {
+    /// What a tensor is left with whose memory is taken out.
+    fn none(tensor: &Tensor) -> Result<Self> {
+        #[cfg(target_os = "macos")]
+        if tensor.device().is_metal() {
+            return Ok(Memory::Shared(shared::storage(T::DTYPE, 0)?));
+        }
+        let _ = tensor;
+        Ok(Memory::Vec(Vec::new()))
+    }
+
+    fn as_slice(&self) -> &[T] {
+        match self {
+            Memory::Vec(vec) => vec,
+            // SAFETY: it was taken out of a tensor of this type after the GPU was done, and nobody else has it.
+            #[cfg(target_os = "macos")]
+            Memory::Shared(storage) => unsafe { shared::slice(storage) },
+        }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [T] {
+        match self {
+            Memory::Vec(vec) => vec,
+            // SAFETY: as in `as_slice`, and the borrow is exclusive.
+            #[cfg(target_os = "macos")]
+            Memory::Shared(storage) => unsafe { shared::slice_mut(storage) },
+        }
+    }
+}
+
 /// A whole tensor borrowed for writing.
 pub struct Write<'a, T: Element> {
     tensor: &'a Tensor,
-    vec: Vec<T>,
+    memory: Memory<T>,
 }
 
 impl<T: Element> Deref for Write<'_, T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
-        &self.vec
+        self.memory.as_slice()
     }
 }
 
 impl<T: Element> DerefMut for Write<'_, T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        &mut self.vec
+        self.memory.as_mut_slice()
     }
 }
 
 impl<T: Element> Drop for Write<'_, T> {
     fn drop(&mut self) {
-        let vec = std::mem::take(&mut self.vec);
-        exchange(self.tensor, vec).expect("the type was checked when the vector was taken");
+        let memory = std::mem::replace(&mut self.memory, Memory::Vec(Vec::new()));
+        exchange(self.tensor, memory).expect("the type was checked when the memory was taken");
     }
 }
 
 /// Borrows a tensor that owns its whole storage (no view) for writing in place.
 pub fn write<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<Write<'a, T>> {
     drop(read::<T>(op, tensor)?);
-    let vec = exchange(tensor, Vec::new())?;
-    if vec.len() != tensor.elem_count() {
-        let found = format!("a view of {} in {} elements", tensor.elem_count(), vec.len());
-        exchange(tensor, vec)?;
+    let memory = exchange(tensor, Memory::<T>::none(tensor)?)?;
+    let len = memory.as_slice().len();
+    if len != tensor.elem_count() {
+        let found = format!("a view of {} in {len} elements", tensor.elem_count());
+        exchange(tensor, memory)?;
         return Err(Error::op(op, "a tensor that owns its storage", found));
     }
-    Ok(Write { tensor, vec })
+    Ok(Write { tensor, memory })
 }
 
-/// Makes a CPU tensor of `vec`, whose length must be that of `shape`.
+/// Makes a tensor of `vec`, whose length must be that of `shape`: of the CPU, or, once this process has started a GPU with
+/// which it shares memory, of that.
 pub fn tensor<T: Element>(vec: Vec<T>, shape: impl Into<Shape>) -> Tensor {
     let shape = shape.into();
     assert_eq!(vec.len(), shape.elem_count(), "length against shape {shape:?}");
+    #[cfg(target_os = "macos")]
+    if let Some(tensor) = shared::tensor(&vec, &shape) {
+        return tensor;
+    }
     Tensor::from_storage(Storage::Cpu(T::wrap(vec)), shape, BackpropOp::none(), false)
 }
 
 /// Takes the vector of a tensor whose last user is gone; the tensor is left without elements.
 pub(super) fn take<T: Element>(tensor: &Tensor) -> Option<Vec<T>> {
-    exchange(tensor, Vec::new()).ok()
+    match exchange(tensor, Memory::none(tensor).ok()?).ok()? {
+        Memory::Vec(vec) => Some(vec),
+        #[cfg(target_os = "macos")]
+        Memory::Shared(_) => None,
+    }
 }
 
-fn exchange<T: Element>(tensor: &Tensor, vec: Vec<T>) -> Result<Vec<T>> {
-    let op = Exchange(std::sync::Mutex::new(vec));
+fn exchange<T: Element>(tensor: &Tensor, memory: Memory<T>) -> Result<Memory<T>> {
+    let op = Exchange(std::sync::Mutex::new(memory));
     tensor.inplace_op1(&op)?;
     Ok(op.0.into_inner().expect("no thread panics while it holds this lock"))
 }
 
-/// candle gives write access to a storage only through an in-place op: this one swaps the vector.
-struct Exchange<T>(std::sync::Mutex<Vec<T>>);
+/// candle gives write access to a storage only through an in-place op: this one swaps the memory.
+struct Exchange<T>(std::sync::Mutex<Memory<T>>);
 
 impl<T: Element> InplaceOp1 for Exchange<T> {
     fn name(&self) -> &'static str {
@@ -172,7 +228,20 @@ impl<T: Element> InplaceOp1 for Exchange<T> {
     fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
         let found = storage_dtype(storage);
         let Some(vec) = T::vec(storage) else { candle_core::bail!("expected {:?}, found {found:?}", T::DTYPE) };
-        std::mem::swap(vec, &mut self.0.lock().expect("no thread panics while it holds this lock"));
+        match &mut *self.0.lock().expect("no thread panics while it holds this lock") {
+            Memory::Vec(other) => std::mem::swap(vec, other),
+            #[cfg(target_os = "macos")]
+            Memory::Shared(_) => candle_core::bail!("expected memory of the GPU, found a vector"),
+        }
+        Ok(())
+    }
+
+    #[cfg(target_os = "macos")]
+    fn metal_fwd(&self, storage: &mut candle_core::MetalStorage, _: &Layout) -> candle_core::Result<()> {
+        match &mut *self.0.lock().expect("no thread panics while it holds this lock") {
+            Memory::Shared(other) => std::mem::swap(storage, other),
+            Memory::Vec(_) => candle_core::bail!("expected a vector, found memory of the GPU"),
+        }
         Ok(())
     }
 }
@@ -180,6 +249,78 @@ impl<T: Element> InplaceOp1 for Exchange<T> {
 fn storage_dtype(storage: &CpuStorage) -> DType {
     use candle_core::backend::BackendStorage;
     storage.dtype()
+}
+
+/// Tensors in memory that CPU and GPU share.
+#[cfg(target_os = "macos")]
+pub(super) mod shared {
+    use candle_core::backend::BackendStorage;
+    use candle_core::{DType, MetalStorage, Shape, Storage, Tensor, op::BackpropOp};
+
+    use super::Element;
+    use crate::error::{Error, Result};
+    use crate::ops::gpu::{Gpu, metal};
+
+    /// Memory for so many elements, from the GPU that this process has started.
+    pub fn storage(dtype: DType, count: usize) -> Result<MetalStorage> {
+        let none = || Error::failed("a tensor of a GPU in a process that has not started one");
+        metal::home().ok_or_else(none)?.storage(dtype, count)
+    }
+
+    /// A copy of `numbers`, if this process has started a GPU.
+    pub fn tensor<T: Element>(numbers: &[T], shape: &Shape) -> Option<Tensor> {
+        let mut storage = metal::home()?.storage(T::DTYPE, numbers.len()).ok()?;
+        // SAFETY: the memory is new.
+        unsafe { slice_mut::<T>(&mut storage) }.copy_from_slice(numbers);
+        Some(wrap(storage, shape.clone()))
+    }
+
+    pub fn wrap(storage: MetalStorage, shape: Shape) -> Tensor {
+        Tensor::from_storage(Storage::Metal(storage), shape, BackpropOp::none(), false)
+    }
+
+    /// The elements of a storage, after waiting for the GPU; `None` if they are not of that type.
+    pub fn length<T: Element>(storage: &MetalStorage) -> Result<Option<usize>> {
+        if let Some(metal) = metal::home() {
+            metal.wait()?;
+        }
+        Ok((storage.dtype() == T::DTYPE).then(|| count::<T>(storage)))
+    }
+
+    fn count<T>(storage: &MetalStorage) -> usize {
+        metal::memory(storage).1 / size_of::<T>()
+    }
+
+    /// Takes the memory of a tensor whose last user is gone, while the GPU may still work with it.
+    pub fn take(tensor: &Tensor) -> Option<MetalStorage> {
+        fn one<T: Element>(tensor: &Tensor) -> Option<MetalStorage> {
+            match super::exchange::<T>(tensor, super::Memory::none(tensor).ok()?).ok()? {
+                super::Memory::Shared(storage) => Some(storage),
+                super::Memory::Vec(_) => None,
+            }
+        }
+        match tensor.dtype() {
+            DType::F32 => one::<f32>(tensor),
+            DType::U32 => one::<u32>(tensor),
+            DType::F16 => one::<half::f16>(tensor),
+            DType::BF16 => one::<half::bf16>(tensor),
+            _ => None,
+        }
+    }
+
+    /// # Safety
+    /// The elements are of type T, and neither the GPU nor anybody else writes them while the slice lives.
+    pub unsafe fn slice<T>(storage: &MetalStorage) -> &[T] {
+        // SAFETY: the caller's promise; the buffer is shared and large enough.
+        unsafe { std::slice::from_raw_parts(metal::memory(storage).0.cast(), count::<T>(storage)) }
+    }
+
+    /// # Safety
+    /// The elements are of type T, and neither the GPU nor anybody else uses them while the slice lives.
+    pub unsafe fn slice_mut<T>(storage: &mut MetalStorage) -> &mut [T] {
+        // SAFETY: as in `slice`.
+        unsafe { std::slice::from_raw_parts_mut(metal::memory(storage).0.cast(), count::<T>(storage)) }
+    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use super::add::CHUNK;
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
+use super::gpu::{Arg, kernels};
 use super::simd::{sigmoid, simd_fn};
 use super::storage;
 use crate::error::{Error, Result};
@@ -16,8 +17,14 @@ const OP: &str = "swiglu";
 /// y (N, F) from gate_up (N, 2F): the first F columns of a row are the gate, the others what it scales.
 pub fn forward(ctx: &mut Ctx, gate_up: &Tensor) -> Result<Value> {
     let (family, (n, f)) = (ctx.family(), sizes(gate_up)?);
-    let gate_up = storage::read::<f32>(OP, gate_up)?;
     ctx.launch(0);
+    if ctx.has_gpu() {
+        let (y, count) = (ctx.output(gate_up.dtype(), (n, f))?, n * f);
+        let args = [Arg::read(gate_up), Arg::write(&y)];
+        ctx.dispatch(&kernels::SWIGLU, y.dtype(), &args, &[count.into(), f.into()], count.div_ceil(256))?;
+        return Ok(y);
+    }
+    let gate_up = storage::read::<f32>(OP, gate_up)?;
     let mut y = ctx.vec::<f32>(n * f);
     let (x, rows): (&[f32], _) = (&gate_up, rows_of_task(f));
     y.par_chunks_mut(rows * f).zip(x.par_chunks(rows * 2 * f)).for_each(|(y, x)| forward_rows(family, f, x, y));
@@ -27,13 +34,18 @@ pub fn forward(ctx: &mut Ctx, gate_up: &Tensor) -> Result<Value> {
 /// From dy (N, F): writes the gradient of gate_up to `dgate_up` (N, 2F).
 pub fn backward(ctx: &mut Ctx, gate_up: &Tensor, dy: &Tensor, dgate_up: (&Tensor, Store)) -> Result<()> {
     let (family, (n, f)) = (ctx.family(), sizes(gate_up)?);
-    let (gate_up, dy) = (storage::read::<f32>(OP, gate_up)?, storage::read::<f32>(OP, dy)?);
-    let (mut dx, store) = (storage::write::<f32>(OP, dgate_up.0)?, dgate_up.1);
-    if (dy.len(), dx.len()) != (n * f, gate_up.len()) {
-        let found = format!("dy {}, dgate_up {}", dy.len(), dx.len());
+    if (dy.elem_count(), dgate_up.0.elem_count()) != (n * f, gate_up.elem_count()) {
+        let found = format!("dy {}, dgate_up {}", dy.elem_count(), dgate_up.0.elem_count());
         return Err(Error::op(OP, format!("gradients of {n} x {f}"), found));
     }
     ctx.launch(0);
+    if ctx.has_gpu() {
+        let (args, count) = ([Arg::read(gate_up), Arg::read(dy), Arg::update(dgate_up.0)], n * f);
+        let numbers = [count.into(), f.into(), dgate_up.1.into()];
+        return ctx.dispatch(&kernels::SWIGLU_BACKWARD, dy.dtype(), &args, &numbers, count.div_ceil(256));
+    }
+    let (gate_up, dy) = (storage::read::<f32>(OP, gate_up)?, storage::read::<f32>(OP, dy)?);
+    let (mut dx, store) = (storage::write::<f32>(OP, dgate_up.0)?, dgate_up.1);
     let (x, dy, rows): (&[f32], &[f32], _) = (&gate_up, &dy, rows_of_task(f));
     let tasks = dx.par_chunks_mut(rows * 2 * f).zip(x.par_chunks(rows * 2 * f)).zip(dy.par_chunks(rows * f));
     tasks.for_each(|((dx, x), dy)| backward_rows(family, f, x, dy, dx, store));

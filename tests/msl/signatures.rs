@@ -7,7 +7,7 @@ use gpt::ops::gpu::kernels::{ALL, Kernel};
 use gpt::ops::gpu::{Access, Element, Number};
 
 use super::emulator::{root, source};
-use super::translate::{Instance, read};
+use super::translate::{Instance, Source, read};
 
 /// The fields of a struct of numbers, as (name, type).
 fn fields(text: &str, name: &str) -> Vec<(String, String)> {
@@ -63,8 +63,7 @@ fn compare(kernel: &Kernel, text: &str, instance: &Instance) -> Vec<String> {
 fn every_kernel_has_the_arguments_that_the_table_says() {
     let mut wrong = Vec::new();
     for kernel in ALL {
-        let text = source(kernel.file);
-        let instances = read(&text).instances;
+        let Source { text, instances } = read(&source(kernel.file));
         for name in kernel.functions() {
             match instances.iter().find(|i| i.name == name) {
                 None => wrong.push(format!("{}.metal has no `{name}`", kernel.file)),

@@ -32,6 +32,7 @@ pub struct Instance {
 }
 
 pub struct Source {
+    /// Without comments and instantiations.
     pub text: String,
     pub instances: Vec<Instance>,
 }

@@ -56,4 +56,51 @@ kernels! {
     /// to (+)= the sum over blocks of what starts at `offset` in each.
     ADD_BLOCKS = "rms_norm" "add_blocks" NONE ONE 256
         (partial: Read F32, to: Update F32) [blocks: U32, stride: U32, offset: U32, columns: U32, add: U32];
+
+    SWIGLU = "swiglu" "swiglu" EVERY ONE 256 (gate_up: Read T, y: Write T) [count: U32, width: U32];
+    SWIGLU_BACKWARD = "swiglu" "swiglu_backward" EVERY ONE 256
+        (gate_up: Read T, dy: Read T, dgate_up: Update T) [count: U32, width: U32, add: U32];
+
+    DROPOUT = "dropout" "dropout" EVERY ONE 256 (x: Read T, y: Update T)
+        [count: U32, key0: U32, key1: U32, position: U32, high: U32, threshold: U32, scale: F32, add: U32];
+
+    ROTARY = "rotary" "rotary" EVERY ONE 256
+        (qkv: Read T, cosines: Read F32, sines: Read F32, query_gain: Read T, key_gain: Read T, y: Write T, rstd: Write F32)
+        [heads: U32, rotated: U32, dim: U32, query_heads: U32, seq: U32, normed: U32, eps: F32];
+    ROTARY_BACKWARD = "rotary" "rotary_backward" EVERY ONE 256
+        (qkv: Read T, rstd: Read F32, cosines: Read F32, sines: Read F32, query_gain: Read T, key_gain: Read T,
+         dout: Read T, dqkv: Update T, partial: Write F32)
+        [rows: U32, heads: U32, rotated: U32, dim: U32, query_heads: U32, seq: U32, normed: U32, add: U32];
+
+    CROSS_ENTROPY = "cross_entropy" "cross_entropy" EVERY ONE 256
+        (logits: Update T, targets: Read U32, losses: Write F32) [columns: U32, gradient: U32, scale: F32];
+    SUM_LOSSES = "cross_entropy" "sum_losses" NONE ONE 256
+        (losses: Read F32, total: Write F32) [count: U32, scale: F32];
+    DISTILLATION = "distillation" "distillation" NONE ONE 256
+        (logits: Update F32, teacher: Read F32, targets: Read U32, losses: Write F32)
+        [columns: U32, divergence: U32, temperature: F32, alpha: F32, scale: F32];
+    /// `slopes` is scratch as large as the logits.
+    DISTILLATION_TOP = "distillation" "distillation_top" NONE ONE 256
+        (logits: Update F32, ids: Read U32, logprobs: Read F32, targets: Read U32, losses: Write F32, slopes: Update F32)
+        [columns: U32, top: U32, divergence: U32, alpha: F32, scale: F32];
+
+    ADAMW = "adamw" "adamw" NONE ONE 256
+        (master: Update F32, gradient: Read F32, first: Update F32, second: Update F32, scalars: Read F32)
+        [count: U32, beta1: F32, beta2: F32, log_beta1: F32, log_beta2: F32, epsilon: F32, weight_decay: F32];
+    AVERAGE = "adamw" "average" NONE ONE 256
+        (master: Read F32, ema: Update F32, scalars: Read F32) [count: U32];
+    MUON_GATHER = "muon" "muon_gather" NONE ONE 256
+        (gradient: Read F32, momentum: Update F32, update: Write F32, scalars: Read F32) [count: U32, momentum: F32];
+    MUON_NORMALISE = "muon" "muon_normalise" NONE ONE 256 (x: Update F32, norm: Read F32) [count: U32];
+    MUON_POLYNOMIAL = "muon" "muon_polynomial" NONE ONE 256
+        (p: Update F32, g: Read F32) [count: U32, small: U32, a: F32, b: F32, c: F32];
+    MUON_APPLY = "muon" "muon_apply" NONE ONE 256
+        (master: Update F32, update: Read F32, scalars: Read F32) [count: U32, weight_decay: F32, scale: F32];
+
+    NORM_OF_PIECES = "gradient_norm" "norm_of_pieces" NONE ONE 256 (x: Read F32, norms: Write F32) [count: U32];
+    NORM_OF_NORMS = "gradient_norm" "norm_of_norms" NONE ONE 256
+        (norms: Read F32, to: Write F32) [count: U32, place: U32];
+    GUARD_DECIDE = "guard" "guard_decide" NONE ONE 32
+        (scalars: Update F32) [max_norm: F32, spike_threshold: F32, observe: F32];
+    GUARD_FINISH = "guard" "guard_finish" NONE ONE 32 (scalars: Update F32) [];
 }

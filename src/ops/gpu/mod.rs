@@ -6,6 +6,9 @@
 
 pub mod counting;
 pub mod kernels;
+#[cfg(target_os = "macos")]
+pub mod metal;
+pub mod sources;
 
 use candle_core::{DType, Tensor};
 
@@ -135,6 +138,8 @@ impl<'a> Arg<'a> {
 pub enum Value {
     U32(u32),
     F32(f32),
+    /// A size that 32 bits cannot hold: refused.
+    TooLarge(usize),
 }
 
 impl Value {
@@ -142,21 +147,19 @@ impl Value {
         match self {
             Value::U32(x) => x,
             Value::F32(x) => x.to_bits(),
+            Value::TooLarge(_) => u32::MAX,
         }
     }
 
-    fn kind(self) -> Number {
-        match self {
-            Value::U32(_) => Number::U32,
-            Value::F32(_) => Number::F32,
-        }
+    fn is(self, kind: Number) -> bool {
+        matches!((self, kind), (Value::U32(_), Number::U32) | (Value::F32(_), Number::F32))
     }
 }
 
 impl From<usize> for Value {
-    /// A size or an index; beyond 32 bits it becomes the largest number, which `Dispatch::check` refuses.
+    /// A size or an index.
     fn from(x: usize) -> Self {
-        Value::U32(u32::try_from(x).unwrap_or(u32::MAX))
+        u32::try_from(x).map_or(Value::TooLarge(x), Value::U32)
     }
 }
 
@@ -220,7 +223,7 @@ impl Dispatch<'_> {
             }
         }
         for (value, (number, kind)) in self.numbers.iter().zip(numbers) {
-            if value.kind() != *kind || value.bits() == u32::MAX {
+            if !value.is(*kind) {
                 return wrong(format!("`{number}`: {kind:?}"), format!("{value:?}"));
             }
         }

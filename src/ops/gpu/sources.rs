@@ -1,0 +1,44 @@
+//! The texts of the kernels, as they are compiled at run time: the prelude before each file.
+
+macro_rules! sources {
+    ($($file:literal),* $(,)?) => {
+        &[$(($file, include_str!(concat!("../../../kernels/metal/", $file, ".metal")))),*]
+    };
+}
+
+const PRELUDE: &str = include_str!("../../../kernels/metal/prelude.metal");
+
+/// Every kernel file.
+pub const FILES: &[(&str, &str)] = sources![
+    "adamw",
+    "add",
+    "cross_entropy",
+    "distillation",
+    "dropout",
+    "embedding",
+    "gradient_norm",
+    "guard",
+    "muon",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+];
+
+/// The whole text of a file, which must be one of `FILES`.
+pub fn text(file: &str) -> String {
+    let (_, own) = FILES.iter().find(|(name, _)| *name == file).expect("the table of kernels names files of this list");
+    // The compiler's line numbers are those of the file.
+    format!("{PRELUDE}\n#line 1 \"{file}.metal\"\n{own}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_of_the_table_has_a_source() {
+        for kernel in super::super::kernels::ALL {
+            assert!(text(kernel.file).contains(kernel.name), "{}", kernel.file);
+        }
+    }
+}
