@@ -5,6 +5,7 @@
 
 pub mod batch;
 pub mod draft;
+mod gpu;
 mod model;
 pub mod row;
 pub mod sampler;
@@ -18,9 +19,9 @@ use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::nn::cache::{Cache, CacheSettings};
 use crate::ops::ctx::{Counts, Ctx};
+use crate::ops::decode::Lane;
 use crate::ops::decode::page::CacheType;
-use crate::ops::decode::{Lane, Workspace};
-use model::Model;
+use gpu::Decoder;
 use sampler::Sampler;
 
 /// Tokens of a prompt that are computed at a time; with more rows than this in a step, as many as there are rows.
@@ -34,8 +35,7 @@ pub struct Engine {
     ctx: Ctx,
     config: GptConfig,
     kind: WeightType,
-    model: Model,
-    workspace: Workspace,
+    decoder: Decoder,
     sampler: Sampler,
     chunk: usize,
     pass: Pass,
@@ -50,6 +50,30 @@ struct Pass {
     lanes: Vec<Lane>,
     ids: Vec<u32>,
     outputs: Vec<usize>,
+}
+
+impl Pass {
+    /// So many pending ids of each row, and the lanes whose logits are wanted.
+    fn plan(&mut self, rows: &[&mut Row], takes: &[usize], wanted: &Outputs) {
+        self.lanes.clear();
+        self.ids.clear();
+        self.outputs.clear();
+        for (index, (row, take)) in rows.iter().zip(takes).enumerate() {
+            let start = row.cache.len();
+            self.ids.extend_from_slice(&row.ids()[start..start + take]);
+            self.lanes.extend((start..start + take).map(|position| Lane {
+                row: index,
+                position,
+                sink_position: row.cache.sink_position(position),
+            }));
+            let end = self.lanes.len();
+            match wanted {
+                Outputs::None => {}
+                Outputs::Last => self.outputs.extend(end - self.wanted[index]..end),
+                Outputs::All => self.outputs.extend(end - take..end),
+            }
+        }
+    }
 }
 
 /// The lanes of a pass whose logits are wanted.
@@ -69,15 +93,14 @@ impl Engine {
         kind: WeightType,
         weights: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>,
     ) -> Result<Self> {
-        let model = Model::load(config, kind, weights)?;
+        let decoder = Decoder::load(&ctx, config, kind, weights)?;
         Ok(Self {
-            workspace: Workspace::new(model::sizes(config)),
             sampler: Sampler::new(ctx.family()),
             chunk: PREFILL_CHUNK,
             pass: Pass::default(),
             config: config.clone(),
             kind,
-            model,
+            decoder,
             ctx,
         })
     }
@@ -88,20 +111,17 @@ impl Engine {
 
     /// Bytes of the packed weights that one step reads.
     pub fn weight_bytes(&self) -> usize {
-        self.model.bytes()
+        self.decoder.bytes()
     }
 
     /// Bytes of the buffers of a pass.
     pub fn workspace_bytes(&self) -> usize {
-        self.workspace.bytes()
+        self.decoder.workspace_bytes()
     }
 
     /// Keeps the weights in main memory: the system never swaps them out. Fails where its limit forbids that.
     pub fn lock_memory(&self) -> Result<()> {
-        self.model.lock().map_err(|e| {
-            Error::failed(format!("locking {} bytes of weights in memory: {e}", self.weight_bytes()))
-                .with_hint("raise the limit (`ulimit -l unlimited`), or leave --lock-memory out")
-        })
+        self.decoder.lock(&self.ctx)
     }
 
     /// Ops launched and weight bytes read since the last call.
@@ -142,6 +162,7 @@ impl Engine {
         });
         let kind = (kind, settings.cache.quantization);
         let cache = Cache::new(model::sizes(&self.config).heads, kind, layers, PREFILL_CHUNK);
+        let cache = self.decoder.place(cache, kind)?;
         Ok(Row::new(prompt.to_vec(), settings, cache))
     }
 
@@ -150,7 +171,7 @@ impl Engine {
         let rows = &mut [row];
         while rows[0].pending() > 1 {
             self.take(rows, self.chunk);
-            self.forward(rows, Outputs::None);
+            self.forward(rows, Outputs::None, false)?;
         }
         Ok(())
     }
@@ -180,7 +201,7 @@ impl Engine {
         let room = self.chunk.max(rows.len());
         while rows.iter().map(|row| row.pending()).sum::<usize>() > room {
             self.take(rows, room);
-            self.forward(rows, Outputs::None);
+            self.forward(rows, Outputs::None, false)?;
         }
         let proposals = |row: usize| proposed.get(row).map_or(&[][..], Vec::as_slice);
         self.pass.takes.clear();
@@ -190,16 +211,22 @@ impl Engine {
             self.pass.wanted.push(proposals(i).len() + 1);
             row.propose(proposals(i));
         }
-        self.forward(rows, Outputs::Last);
+        let on_device = self.decoder.is_gpu() && rows.iter().all(|row| gpu::choosing(row).is_some());
+        self.forward(rows, Outputs::Last, on_device)?;
         let known: Vec<usize> = rows.iter().enumerate().map(|(i, row)| row.ids().len() - proposals(i).len()).collect();
         // Back to what is certain; the keys of the proposed ids stay for those that are confirmed.
         rows.iter_mut().zip(&known).for_each(|(row, known)| row.unpropose(*known));
+        // Every row's last id is computed now, or will be by what was just handed over.
+        if on_device && proposed.iter().all(|ids| ids.is_empty()) {
+            self.decoder.look_ahead(&mut self.ctx, rows)?;
+        }
+        let chosen = if on_device { Some(self.decoder.chosen(&mut self.ctx)?) } else { None };
         let mut first = 0;
         let taken: Result<Vec<usize>> = rows
             .iter_mut()
             .enumerate()
             .map(|(i, row)| {
-                let taken = self.confirm(row, proposals(i), first);
+                let taken = self.confirm(row, proposals(i), first, chosen.as_deref());
                 first += proposals(i).len() + 1;
                 taken
             })
@@ -213,10 +240,19 @@ impl Engine {
     }
 
     /// Tokens for a row from the logits that start at output `first`, as long as they are the proposed ones, and one more.
-    fn confirm(&mut self, row: &mut Row, proposed: &[u32], first: usize) -> Result<usize> {
+    /// Where a GPU has `chosen` the outputs' tokens, they are those.
+    fn confirm(&mut self, row: &mut Row, proposed: &[u32], first: usize, chosen: Option<&[u32]>) -> Result<usize> {
         for taken in 0..=proposed.len() {
+            if let Some(chosen) = chosen {
+                let id = chosen[first + taken];
+                row.push(id, None);
+                if proposed.get(taken) != Some(&id) || row.is_finished() {
+                    return Ok(taken);
+                }
+                continue;
+            }
             let (settings, vocab) = (row.settings(), self.config.vocab_size);
-            let logits = &mut self.workspace.logits()[(first + taken) * vocab..][..vocab];
+            let logits = &mut self.decoder.logits()[(first + taken) * vocab..][..vocab];
             let seen = settings.logprobs.map(|count| (sampler::likeliest(logits, count), logits.to_vec()));
             for (id, bias) in &settings.logit_bias {
                 logits[*id as usize] += bias;
@@ -250,8 +286,8 @@ impl Engine {
             let count = self.chunk.min(ids.len() - start);
             self.pass.takes.clear();
             self.pass.takes.push(count);
-            self.forward(rows, Outputs::All);
-            each(start, self.workspace.logits())?;
+            self.forward(rows, Outputs::All, false)?;
+            each(start, self.decoder.logits())?;
         }
         Ok(())
     }
@@ -267,28 +303,15 @@ impl Engine {
         }));
     }
 
-    /// Runs the planned number of pending ids of each row through the model, to logits in the workspace.
-    fn forward(&mut self, rows: &mut [&mut Row], wanted: Outputs) {
-        let Pass { takes, wanted: last, lanes, ids, outputs } = &mut self.pass;
-        lanes.clear();
-        ids.clear();
-        outputs.clear();
-        for (index, (row, take)) in rows.iter().zip(takes.iter()).enumerate() {
-            let start = row.cache.len();
-            ids.extend_from_slice(&row.ids()[start..start + take]);
-            lanes.extend((start..start + take).map(|position| Lane {
-                row: index,
-                position,
-                sink_position: row.cache.sink_position(position),
-            }));
-            match wanted {
-                Outputs::None => {}
-                Outputs::Last => outputs.extend(lanes.len() - last[index]..lanes.len()),
-                Outputs::All => outputs.extend(lanes.len() - take..lanes.len()),
-            }
-        }
-        self.model.run(&mut self.ctx, &mut self.workspace, rows, (lanes, ids), outputs);
-        rows.iter_mut().zip(takes).for_each(|(row, take)| row.cache.advance(*take));
+    /// Runs the planned number of pending ids of each row through the model, to logits in the decoder, or, if a GPU is to
+    /// choose, to ids there.
+    fn forward(&mut self, rows: &mut [&mut Row], wanted: Outputs, choose: bool) -> Result<()> {
+        let takes = std::mem::take(&mut self.pass.takes);
+        self.pass.plan(rows, &takes, &wanted);
+        self.decoder.run(&mut self.ctx, rows, &self.pass, choose)?;
+        rows.iter_mut().zip(&takes).for_each(|(row, take)| row.cache.advance(*take));
+        self.pass.takes = takes;
+        Ok(())
     }
 
     fn check_ids(&self, ids: &[u32]) -> Result<()> {

@@ -2,15 +2,20 @@
 //!
 //! Used by `Engine` only. Weights come one by one under Hugging Face's names and are dropped once packed.
 
+use candle_core::Tensor;
+
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::ops::ctx::Ctx;
 use crate::ops::decode::aligned::Arena;
+use crate::ops::decode::gpu::weight::DeviceWeight;
+use crate::ops::decode::gpu::{Decoder, DeviceHead, DeviceLayer};
 use crate::ops::decode::head::Head;
 use crate::ops::decode::pages::Table;
 use crate::ops::decode::weight::{Weight, WeightType, nanoseconds};
 use crate::ops::decode::{Lane, Layer, Sizes, Tables, Workspace};
 use crate::ops::heads::Heads;
+use crate::ops::storage;
 
 use super::row::Row;
 
@@ -40,7 +45,6 @@ pub fn sizes(config: &GptConfig) -> Sizes {
 struct Source<'a, F> {
     get: F,
     config: &'a GptConfig,
-    kind: WeightType,
 }
 
 impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
@@ -53,44 +57,115 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
         Ok(data)
     }
 
-    fn layer(&mut self, arena: &mut Arena, index: usize) -> Result<Layer> {
-        let (config, kind) = (self.config, self.kind);
+    fn layer(&mut self, index: usize) -> Result<LayerParts> {
+        let config = self.config;
         let (c, f, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
         let (q, kv) = (config.attention_size(), config.num_key_value_heads * d);
         let name = |part: &str| format!("model.layers.{index}.{part}.weight");
         let mut get = |part: &str, shape: &[usize]| self.get(&name(part), shape);
-        let qkv =
-            [get("self_attn.q_proj", &[q, c])?, get("self_attn.k_proj", &[kv, c])?, get("self_attn.v_proj", &[kv, c])?];
-        let qk_norm = match config.qk_norm() {
-            true => Some([get("self_attn.q_norm", &[d])?, get("self_attn.k_norm", &[d])?]),
-            false => None,
-        };
-        Ok(Layer {
+        Ok(LayerParts {
             input_layernorm: get("input_layernorm", &[c])?,
-            qkv_proj: Weight::pack(arena, kind, &qkv.each_ref().map(|w| &w[..]), c)?,
-            qk_norm,
-            o_proj: Weight::pack(arena, kind, &[&get("self_attn.o_proj", &[c, q])?], q)?,
+            qkv: [
+                get("self_attn.q_proj", &[q, c])?,
+                get("self_attn.k_proj", &[kv, c])?,
+                get("self_attn.v_proj", &[kv, c])?,
+            ],
+            qk_norm: match config.qk_norm() {
+                true => Some([get("self_attn.q_norm", &[d])?, get("self_attn.k_norm", &[d])?]),
+                false => None,
+            },
+            o_proj: get("self_attn.o_proj", &[c, q])?,
             post_attention_layernorm: get("post_attention_layernorm", &[c])?,
-            gate_proj: Weight::pack(arena, kind, &[&get("mlp.gate_proj", &[f, c])?], c)?,
-            up_proj: Weight::pack(arena, kind, &[&get("mlp.up_proj", &[f, c])?], c)?,
-            down_proj: Weight::pack(arena, kind, &[&get("mlp.down_proj", &[c, f])?], f)?,
+            gate_proj: get("mlp.gate_proj", &[f, c])?,
+            up_proj: get("mlp.up_proj", &[f, c])?,
+            down_proj: get("mlp.down_proj", &[c, f])?,
         })
     }
 
-    fn head(&mut self, arena: &mut Arena) -> Result<Head> {
-        let (v, c, kind) = (self.config.vocab_size, self.config.hidden_size, self.kind);
+    /// The token table, the norm and the output head, if it is not the table.
+    fn head(&mut self) -> Result<(Vec<f32>, Vec<f32>, Option<Vec<f32>>)> {
+        let (v, c) = (self.config.vocab_size, self.config.hidden_size);
         let table = self.get("model.embed_tokens.weight", &[v, c])?;
         let norm = self.get("model.norm.weight", &[c])?;
-        if self.config.tie_word_embeddings {
-            return Ok(Head { embed_tokens: None, norm, lm_head: Weight::pack(arena, kind, &[&table], c)? });
-        }
-        let lm_head = Weight::pack(arena, kind, &[&self.get("lm_head.weight", &[v, c])?], c)?;
-        Ok(Head { embed_tokens: Some(table), norm, lm_head })
+        let own = !self.config.tie_word_embeddings;
+        Ok((table, norm, own.then(|| self.get("lm_head.weight", &[v, c])).transpose()?))
     }
 }
 
+/// The weights of a layer as they come.
+struct LayerParts {
+    input_layernorm: Vec<f32>,
+    qkv: [Vec<f32>; 3],
+    qk_norm: Option<[Vec<f32>; 2]>,
+    o_proj: Vec<f32>,
+    post_attention_layernorm: Vec<f32>,
+    gate_proj: Vec<f32>,
+    up_proj: Vec<f32>,
+    down_proj: Vec<f32>,
+}
+
+impl LayerParts {
+    fn pack(self, arena: &mut Arena, kind: WeightType, config: &GptConfig) -> Result<Layer> {
+        let (c, q, f) = (config.hidden_size, config.attention_size(), config.intermediate_size);
+        Ok(Layer {
+            input_layernorm: self.input_layernorm,
+            qkv_proj: Weight::pack(arena, kind, &self.qkv.each_ref().map(|w| &w[..]), c)?,
+            qk_norm: self.qk_norm,
+            o_proj: Weight::pack(arena, kind, &[&self.o_proj], q)?,
+            post_attention_layernorm: self.post_attention_layernorm,
+            gate_proj: Weight::pack(arena, kind, &[&self.gate_proj], c)?,
+            up_proj: Weight::pack(arena, kind, &[&self.up_proj], c)?,
+            down_proj: Weight::pack(arena, kind, &[&self.down_proj], f)?,
+        })
+    }
+
+    fn upload(self, kind: WeightType, config: &GptConfig, own_window: Option<usize>) -> Result<DeviceLayer> {
+        let (c, q, f) = (config.hidden_size, config.attention_size(), config.intermediate_size);
+        Ok(DeviceLayer {
+            input_layernorm: vector(self.input_layernorm),
+            qkv_proj: DeviceWeight::pack(kind, &self.qkv.each_ref().map(|w| &w[..]), c)?,
+            qk_norm: self.qk_norm.map(|norms| norms.map(vector)),
+            o_proj: DeviceWeight::pack(kind, &[&self.o_proj], q)?,
+            post_attention_layernorm: vector(self.post_attention_layernorm),
+            gate_proj: DeviceWeight::pack(kind, &[&self.gate_proj], c)?,
+            up_proj: DeviceWeight::pack(kind, &[&self.up_proj], c)?,
+            down_proj: DeviceWeight::pack(kind, &[&self.down_proj], f)?,
+            own_window,
+        })
+    }
+}
+
+fn vector(numbers: Vec<f32>) -> Tensor {
+    let len = numbers.len();
+    storage::tensor(numbers, len)
+}
+
+/// The decode list of a GPU for these weights.
+pub fn upload(
+    config: &GptConfig,
+    kind: WeightType,
+    get: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>,
+) -> Result<Decoder> {
+    config.validate()?;
+    let mut source = Source { get, config };
+    let (table, norm, own) = source.head()?;
+    let pack = |kind, matrix: &[f32]| DeviceWeight::pack(kind, &[matrix], config.hidden_size);
+    let head = match own {
+        None => DeviceHead { embed_tokens: None, norm: vector(norm), lm_head: pack(kind, &table)? },
+        Some(lm_head) => DeviceHead {
+            embed_tokens: Some(pack(WeightType::F32, &table)?),
+            norm: vector(norm),
+            lm_head: pack(kind, &lm_head)?,
+        },
+    };
+    drop(table);
+    let windows = config.windows.iter().enumerate();
+    let layers = windows.map(|(index, own)| source.layer(index)?.upload(kind, config, *own)).collect::<Result<_>>()?;
+    Ok(Decoder::new(sizes(config), layers, head))
+}
+
 /// The rows of a step as the decode ops see them.
-struct Batch<'a, 'r>(&'a [&'r mut Row]);
+pub struct Batch<'a, 'r>(pub &'a [&'r mut Row]);
 
 impl Tables for Batch<'_, '_> {
     fn table(&self, layer: usize, row: usize) -> &Table {
@@ -105,10 +180,13 @@ impl Model {
         get: impl FnMut(&str, &[usize]) -> Result<Vec<f32>>,
     ) -> Result<Self> {
         config.validate()?;
-        let mut source = Source { get, config, kind };
+        let mut source = Source { get, config };
         let arena = &mut Arena::default();
-        let head = source.head(arena)?;
-        let layers = (0..config.num_hidden_layers).map(|i| source.layer(arena, i)).collect::<Result<_>>()?;
+        let (table, norm, own) = source.head()?;
+        let lm_head = Weight::pack(arena, kind, &[own.as_ref().unwrap_or(&table)], config.hidden_size)?;
+        let head = Head { embed_tokens: own.is_some().then_some(table), norm, lm_head };
+        let layers = (0..config.num_hidden_layers).map(|i| source.layer(i)?.pack(arena, kind, config));
+        let layers = layers.collect::<Result<_>>()?;
         Ok(Self { layers, head, attention_size: config.attention_size() })
     }
 

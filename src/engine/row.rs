@@ -93,8 +93,8 @@ impl Row {
     }
 
     /// Appends what is computed to `bytes`.
-    pub fn write_cache(&self, bytes: &mut Vec<u8>) {
-        self.cache.write_to(bytes);
+    pub fn write_cache(&self, bytes: &mut Vec<u8>) -> Result<()> {
+        self.cache.write_to(bytes)
     }
 
     /// Takes what `write_cache` has appended for a row of the same ids and settings; `None`, and the row is of no use, if that

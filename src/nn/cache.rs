@@ -4,6 +4,7 @@
 //! them between rows (a clone shares every page until it writes to it) and forgets what no token can see any more.
 
 use crate::error::{Error, Result};
+use crate::ops::decode::gpu::pool::Pools;
 pub use crate::ops::decode::page::{CacheType, Quantization};
 use crate::ops::decode::pages::Table;
 use crate::ops::heads::Heads;
@@ -78,6 +79,12 @@ impl Cache {
         Self { tables, len: 0, rewind }
     }
 
+    /// The same with its pages in the memory of a GPU.
+    pub fn in_pools(mut self, pools: &Pools) -> Self {
+        self.tables = self.tables.into_iter().map(|table| table.in_pools(Some(pools.clone()))).collect();
+        self
+    }
+
     /// Positions stored.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
@@ -86,6 +93,11 @@ impl Cache {
 
     pub fn table(&self, layer: usize) -> &Table {
         &self.tables[layer]
+    }
+
+    /// The pages of all layers on a GPU, by number.
+    pub fn device_pages(&self) -> impl Iterator<Item = u32> {
+        self.tables.iter().flat_map(Table::device_pages)
     }
 
     /// Makes room for the keys and values of a position, the next one or an earlier one, in every layer.
@@ -112,6 +124,9 @@ impl Cache {
         if len > self.len {
             return Err(Error::op("truncate", format!("at most {} positions", self.len), len.to_string()));
         }
+        if len == self.len {
+            return Ok(()); // A page that is reserved for the next position stays.
+        }
         if let Some(table) = self.tables.iter().find(|table| !table.can_truncate(len)) {
             let dropped = table.dropped();
             let what = format!("cannot go back to position {len}: {}..{} were dropped", dropped.start, dropped.end);
@@ -123,9 +138,9 @@ impl Cache {
     }
 
     /// Appends all pages to `bytes`.
-    pub fn write_to(&self, bytes: &mut Vec<u8>) {
+    pub fn write_to(&self, bytes: &mut Vec<u8>) -> Result<()> {
         bytes.extend((self.len as u64).to_le_bytes());
-        self.tables.iter().for_each(|table| table.write_to(bytes));
+        self.tables.iter().try_for_each(|table| table.write_to(bytes))
     }
 
     /// Takes what `write_to` appended, into an empty cache made in the same way; `None` if that is not what `bytes` are.

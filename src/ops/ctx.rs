@@ -111,18 +111,26 @@ impl Ctx {
         Ok(())
     }
 
-    /// Sends off what was handed to the GPU, if there is one.
-    pub fn commit(&mut self) -> Result<()> {
-        if let Some(gpu) = &self.gpu {
-            gpu.commit()?;
-            self.counts.command_buffers += 1;
-        }
-        Ok(())
+    /// Sends off what was handed to the GPU, if there is one. Gives a number to wait for.
+    pub fn commit(&mut self) -> Result<u64> {
+        let Some(gpu) = &self.gpu else { return Ok(0) };
+        self.counts.command_buffers += 1;
+        gpu.commit()
+    }
+
+    /// Waits for what was sent off up to that number.
+    pub fn wait_for(&self, commit: u64) -> Result<()> {
+        self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.wait_for(commit))
     }
 
     /// Waits for all that was handed to the GPU, if there is one.
     pub fn wait(&self) -> Result<()> {
         self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.wait())
+    }
+
+    /// Keeps the memory of these tensors where the GPU finds it, for as long as they live.
+    pub fn keep_resident(&self, tensors: &[&Tensor]) -> Result<()> {
+        self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.keep_resident(tensors))
     }
 
     /// Notes bytes that went to the GPU or came back.

@@ -95,8 +95,16 @@ impl<T: Element> Deref for Read<'_, T> {
     }
 }
 
-/// Borrows a contiguous CPU tensor of element type `T`. `op` names the caller in the error.
+/// Borrows a contiguous tensor of element type `T`, once the GPU has done all that was handed to it. `op` names the caller in
+/// the error.
 pub fn read<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<Read<'a, T>> {
+    #[cfg(target_os = "macos")]
+    shared::wait()?;
+    read_done(op, tensor)
+}
+
+/// `read` of a tensor that the GPU is known to be done with, while it may work on others.
+pub fn read_done<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<Read<'a, T>> {
     let (storage, layout) = tensor.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else {
         return Err(Error::op(op, "a contiguous tensor", format!("strides {:?}", layout.stride())));
@@ -104,7 +112,7 @@ pub fn read<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<Read
     let length = match &*storage {
         Storage::Cpu(cpu) => T::slice(cpu).map(<[T]>::len),
         #[cfg(target_os = "macos")]
-        Storage::Metal(metal) => shared::length::<T>(metal)?,
+        Storage::Metal(metal) => shared::length::<T>(metal),
         _ => return Err(Error::op(op, "a CPU tensor", format!("{:?}", tensor.device().location()))),
     };
     match length {
@@ -279,12 +287,14 @@ pub(super) mod shared {
         Tensor::from_storage(Storage::Metal(storage), shape, BackpropOp::none(), false)
     }
 
-    /// The elements of a storage, after waiting for the GPU; `None` if they are not of that type.
-    pub fn length<T: Element>(storage: &MetalStorage) -> Result<Option<usize>> {
-        if let Some(metal) = metal::home() {
-            metal.wait()?;
-        }
-        Ok((storage.dtype() == T::DTYPE).then(|| count::<T>(storage)))
+    /// Waits for the GPU, if this process has started one.
+    pub fn wait() -> Result<()> {
+        metal::home().map_or(Ok(()), |metal| metal.wait())
+    }
+
+    /// The elements of a storage; `None` if they are not of that type.
+    pub fn length<T: Element>(storage: &MetalStorage) -> Option<usize> {
+        (storage.dtype() == T::DTYPE).then(|| count::<T>(storage))
     }
 
     fn count<T>(storage: &MetalStorage) -> usize {

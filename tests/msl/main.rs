@@ -1,6 +1,8 @@
-//! The Metal kernels without a Mac: their signatures against the table that Rust dispatches by. tests/ops holds their results
-//! against references.
+//! The Metal kernels without a Mac: their signatures against the table that Rust dispatches by, the products and the passes of
+//! decoding in an emulator of their language. tests/ops holds training's kernels against the ops' references.
+mod decode;
 #[allow(dead_code)]
 mod emulator;
+mod products;
 mod signatures;
 mod translate;

@@ -91,6 +91,33 @@ fn definitions(text: &str) -> Vec<(String, Vec<Parameter>, bool)> {
     found.collect()
 }
 
+/// What an instantiating macro comes to: lists of a host name, a function and its template arguments. `text` may define it.
+fn instantiations(text: &str, name: &str, list: &[String]) -> Vec<Vec<String>> {
+    let with = |suffix: &str, ty: &str| vec![format!("{}{suffix}", literal(&list[0])), list[1].clone(), ty.into()];
+    match name {
+        "instantiate" => return vec![[&[literal(&list[0])], &list[1..]].concat()],
+        "instantiate_types" => return vec![with("_f32", "float"), with("_f16", "half"), with("_bf16", "bf16")],
+        _ => {}
+    }
+    let pattern = regex(&format!(r"(?m)^#define {name}\((.*?)\)((?:.*\\\n)+.*)"));
+    let found = pattern.captures(text).unwrap().unwrap_or_else(|| panic!("no macro `{name}`"));
+    let inner = regex(r"(?m)^\s+(instantiate\w*)\((.*)\)");
+    let lines = inner.captures_iter(&found[2]).flat_map(|line| {
+        let line = line.unwrap();
+        let mut body = line[2].to_string();
+        for (parameter, value) in parts(&found[1]).iter().zip(list) {
+            body = regex(&format!(r"\b{parameter}\b")).replace_all(&body, fancy_regex::NoExpand(value)).into_owned();
+        }
+        instantiations(text, &line[1], &parts(&body))
+    });
+    lines.collect()
+}
+
+/// The string that literals side by side are.
+fn literal(text: &str) -> String {
+    regex(r#""\s*""#).replace_all(text, "").trim_matches('"').into()
+}
+
 /// Reads a source: the kernels are those that are no templates, and those that `instantiate` names.
 pub fn read(source: &str) -> Source {
     let text = without_comments(source);
@@ -102,20 +129,12 @@ pub fn read(source: &str) -> Source {
     let plain = kernels.iter().filter(|(.., template)| !template);
     let mut instances: Vec<Instance> =
         plain.map(|(name, p, _)| Instance { name: name.clone(), call: name.clone(), parameters: p.clone() }).collect();
-    let pattern = regex(r"(?m)^(instantiate|instantiate_types)\((.*)\);?$");
+    let pattern = regex(r"(?m)^(instantiate\w*)\((.*)\);?$");
     for found in pattern.captures_iter(&text) {
         let found = found.unwrap();
-        let list = parts(&found[2]);
-        let name = list[0].trim_matches('"');
-        let types: &[(&str, &str)] = match &found[1] {
-            "instantiate" => &[("", "")],
-            _ => &[("_f32", "float"), ("_f16", "half"), ("_bf16", "bf16")],
-        };
-        for (suffix, ty) in types {
-            let first = if ty.is_empty() { None } else { Some(ty.to_string()) };
-            let arguments: Vec<String> = first.into_iter().chain(list[2..].iter().cloned()).collect();
-            let call = format!("{}<{}>", list[1], arguments.join(", "));
-            instances.push(Instance { name: format!("{name}{suffix}"), call, parameters: of(&list[1]) });
+        for list in instantiations(&text, &found[1], &parts(&found[2])) {
+            let call = format!("{}<{}>", list[1], list[2..].join(", "));
+            instances.push(Instance { name: list[0].clone(), call, parameters: of(&list[1]) });
         }
     }
     Source { text: pattern.replace_all(&text, "").into_owned(), instances }
@@ -167,7 +186,7 @@ pub fn to_cpp(prelude: (&str, &str), source: (&str, &str)) -> String {
     for instance in &instances {
         let arguments: Vec<String> = instance.parameters.iter().map(argument).collect();
         let (name, call) = (&instance.name, &instance.call);
-        writeln!(out, "  {{\"{name}\", [](void* const* b) {{ {call}({}); }}}},", arguments.join(", ")).unwrap();
+        writeln!(out, "  {{\"{name}\", [](void* const* b) {{ ::{call}({}); }}}},", arguments.join(", ")).unwrap();
     }
     writeln!(out, "}};\nconst unsigned kernel_count = {};\n}}", instances.len()).unwrap();
     out

@@ -9,6 +9,7 @@
 pub mod aligned;
 pub mod attend;
 pub mod cells;
+pub mod gpu;
 pub mod head;
 pub mod layer;
 pub mod noise;

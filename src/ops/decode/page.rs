@@ -5,8 +5,10 @@
 //! written again has the same bits; `attend` expands one head of one page at a time.
 
 use super::aligned::{Aligned, prefetch};
+use super::gpu::pool::DevicePage;
 use super::quantized::widen;
 use super::skinny::Lane;
+use crate::error::Result;
 use crate::ops::gemm::Bf16x2;
 use crate::ops::heads::{Heads, MAX_DIM};
 use crate::ops::simd::{Family, simd_fn};
@@ -52,6 +54,8 @@ pub(super) enum Page {
     F32(Halves<f32>),
     Bf16(Halves<Bf16x2>),
     Quantized(Quantized),
+    /// Any of these in the memory of a GPU.
+    Device(DevicePage),
 }
 
 impl Page {
@@ -74,12 +78,33 @@ impl Page {
                 Page::F32(halves) => halves.write(head, slot, key, value),
                 Page::Bf16(halves) => halves.write(head, slot, key, value),
                 Page::Quantized(page) => page.write(head, slot, key, value),
+                Page::Device(_) => unreachable!("the CPU's ops work on the CPU's pages"),
             }
         }
     }
 
-    /// All of it, piece by piece.
-    pub(super) fn pieces(&mut self) -> Vec<&mut [u8]> {
+    /// Appends all of it to `bytes`.
+    pub(super) fn save(&self, bytes: &mut Vec<u8>) -> Result<()> {
+        if let Page::Device(page) = self {
+            return page.save(bytes);
+        }
+        self.clone().pieces().iter().for_each(|piece| bytes.extend_from_slice(piece));
+        Ok(())
+    }
+
+    /// Takes what `save` has appended for a page of its kind from the start of `bytes`; `None` if that is too short.
+    pub(super) fn load(&mut self, bytes: &mut &[u8]) -> Option<()> {
+        if let Page::Device(page) = self {
+            return page.load(bytes);
+        }
+        for piece in self.pieces() {
+            piece.copy_from_slice(bytes.split_off(..piece.len())?);
+        }
+        Some(())
+    }
+
+    /// All of it, piece by piece; a page of a GPU holds the same pieces, one after the other.
+    fn pieces(&mut self) -> Vec<&mut [u8]> {
         match self {
             Page::F32(halves) => vec![halves.keys.bytes_mut(), halves.values.bytes_mut()],
             Page::Bf16(halves) => vec![halves.keys.bytes_mut(), halves.values.bytes_mut()],
@@ -89,6 +114,7 @@ impl Page {
                 page.key_scales.bytes_mut(),
                 page.value_scales.bytes_mut(),
             ],
+            Page::Device(_) => Vec::new(),
         }
     }
 
@@ -99,6 +125,7 @@ impl Page {
             Page::Quantized(page) => {
                 page.keys.len() + page.values.len() + 4 * (page.key_scales.len() + page.value_scales.len())
             }
+            Page::Device(page) => page.bytes(),
         }
     }
 }

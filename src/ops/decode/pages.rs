@@ -8,9 +8,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::gpu::pool::Pools;
 #[cfg(test)]
 use super::page::Stored;
 use super::page::{CacheType, PAGE, Page, Quantization};
+use crate::error::Result;
 use crate::ops::heads::Heads;
 
 /// One layer's pages of one row. A clone shares them.
@@ -19,6 +21,8 @@ pub struct Table {
     heads: Heads,
     kind: CacheType,
     quantization: Option<Quantization>,
+    /// Where pages lie, if that is the memory of a GPU.
+    pools: Option<Pools>,
     window: usize,
     sinks: usize,
     /// Blocks 0.. that hold sinks.
@@ -33,7 +37,37 @@ impl Table {
     pub fn new(heads: Heads, kind: CacheType, quantization: Option<Quantization>, window: usize, sinks: usize) -> Self {
         assert!(window >= 1, "a window of no keys sees nothing");
         let first = sinks.div_ceil(PAGE);
-        Self { heads, kind, quantization, window, sinks, pinned: VecDeque::new(), first, recent: VecDeque::new() }
+        let (pinned, recent) = (VecDeque::new(), VecDeque::new());
+        Self { heads, kind, quantization, pools: None, window, sinks, pinned, first, recent }
+    }
+
+    /// The same with its pages in the memory of a GPU, which must hold pages of its kind.
+    pub fn in_pools(self, pools: Option<Pools>) -> Self {
+        Self { pools, ..self }
+    }
+
+    /// An empty page for a block.
+    fn new_page(&self, block: usize) -> Page {
+        let quantization = self.quantization.filter(|q| block * PAGE >= q.start);
+        match &self.pools {
+            None => Page::new(self.kind, quantization, self.heads),
+            Some(pools) => Page::Device(pools.of(quantization.is_some()).page()),
+        }
+    }
+
+    /// The number of a block's page in its pool on a GPU; 0 where there is none.
+    pub(super) fn device_page(&self, block: usize) -> u32 {
+        if let Some(Page::Device(page)) = self.page(block) { page.id() } else { 0 }
+    }
+
+    /// The numbers of all pages on a GPU.
+    pub fn device_pages(&self) -> impl Iterator<Item = u32> {
+        self.blocks().map(|block| self.device_page(block))
+    }
+
+    /// The blocks whose pages are kept.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = usize> {
+        (0..self.pinned.len()).chain(self.first..self.first + self.recent.len())
     }
 
     pub fn heads(&self) -> Heads {
@@ -61,14 +95,12 @@ impl Table {
     /// Makes the page of a position one that this table may write to: the next position, or one that was written before.
     pub fn reserve(&mut self, position: usize) {
         let (block, pinned) = (position / PAGE, self.sinks.div_ceil(PAGE));
-        let quantization = self.quantization.filter(|q| block * PAGE >= q.start);
-        let new = || Arc::new(Page::new(self.kind, quantization, self.heads));
+        let known = self.page(block).is_some();
+        let new = (!known).then(|| Arc::new(self.new_page(block)));
         let (pages, i) =
             if block < pinned { (&mut self.pinned, block) } else { (&mut self.recent, block - self.first) };
         assert!(i <= pages.len(), "positions are written in order");
-        if i == pages.len() {
-            pages.push_back(new());
-        }
+        pages.extend(new);
         Arc::make_mut(&mut pages[i]);
     }
 
@@ -140,13 +172,11 @@ impl Table {
     }
 
     /// Appends the pages, and which they are, to `bytes`.
-    pub fn write_to(&self, bytes: &mut Vec<u8>) {
+    pub fn write_to(&self, bytes: &mut Vec<u8>) -> Result<()> {
         for number in [self.pinned.len(), self.first, self.recent.len()] {
             bytes.extend((number as u64).to_le_bytes());
         }
-        for page in self.pinned.iter().chain(&self.recent) {
-            Page::clone(page).pieces().iter().for_each(|piece| bytes.extend_from_slice(piece));
-        }
+        self.pinned.iter().chain(&self.recent).try_for_each(|page| page.save(bytes))
     }
 
     /// Takes the pages that `write_to` appended for `len` positions from the start of `bytes`, into an empty table made in the
@@ -161,11 +191,8 @@ impl Table {
             return None;
         }
         for block in (0..pinned).chain(first..first + recent) {
-            let quantization = self.quantization.filter(|q| block * PAGE >= q.start);
-            let mut page = Page::new(self.kind, quantization, self.heads);
-            for piece in page.pieces() {
-                piece.copy_from_slice(bytes.split_off(..piece.len())?);
-            }
+            let mut page = self.new_page(block);
+            page.load(bytes)?;
             let pages = if block < most { &mut self.pinned } else { &mut self.recent };
             pages.push_back(Arc::new(page));
         }

@@ -22,11 +22,11 @@ impl Gpu for Counting {
         Ok(())
     }
 
-    fn commit(&self) -> Result<()> {
-        Ok(())
+    fn commit(&self) -> Result<u64> {
+        Ok(0)
     }
 
-    fn wait(&self) -> Result<()> {
+    fn wait_for(&self, _: u64) -> Result<()> {
         Ok(())
     }
 

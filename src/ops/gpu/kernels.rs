@@ -12,6 +12,22 @@ const EVERY: &[DType] = &[DType::F32, DType::F16, DType::BF16];
 const NONE: &[DType] = &[];
 const ONE: &[&str] = &[];
 
+/// What a cache keeps numbers in: plain, and in 8 or 4 bits after some plain pages.
+const CACHES: &[&str] = &["f32", "bf16", "f32_q8", "bf16_q8", "f32_q4", "bf16_q4"];
+
+/// The formats of weights, in the order of `DeviceFormat`.
+pub const FORMATS: &[&str] = &["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q6_k"];
+
+/// How many rows of x a threadgroup of a product takes.
+pub const ROWS: [usize; 3] = [1, 4, 8];
+
+macro_rules! for_rows {
+    ($($format:literal)*) => { &[$(concat!($format, "_1"), concat!($format, "_4"), concat!($format, "_8")),*] };
+}
+
+/// Each format with each of `ROWS`.
+pub const PRODUCTS: &[&str] = for_rows!("f32" "f16" "bf16" "q8_0" "q4_0" "q4_1" "q5_0" "q5_1" "q4_k" "q6_k");
+
 macro_rules! kernels {
     ($($(#[$doc:meta])* $id:ident = $file:literal $name:literal $types:ident $forms:ident $threads:literal
         ($($slot:ident: $access:ident $element:ident),*) [$($number:ident: $kind:ident),*];)*) => {
@@ -103,4 +119,42 @@ kernels! {
     GUARD_DECIDE = "guard" "guard_decide" NONE ONE 32
         (scalars: Update F32) [max_norm: F32, spike_threshold: F32, observe: F32];
     GUARD_FINISH = "guard" "guard_finish" NONE ONE 32 (scalars: Update F32) [];
+
+    /// Queries and keys are normalised and turned, keys and values written to their pages.
+    APPEND = "page" "append" NONE CACHES 128
+        (qkv: Read F32, angles: Read F32, lanes: Read U32, rows: Read U32, tables: Read U32, query_gain: Read F32,
+         key_gain: Read F32, query: Write F32, plain: Update Bytes, pages: Update Bytes)
+        [query_heads: U32, key_value_heads: U32, dim: U32, normed: U32, eps: F32, group: U32, table_start: U32,
+         table_length: U32, own_window: U32, plain_bytes: U32, page_bytes: U32];
+    ATTEND = "attend" "attend" NONE CACHES 256
+        (query: Read F32, lanes: Read U32, rows: Read U32, tables: Read U32, plain: Read Bytes, pages: Read Bytes,
+         partial: Write F32)
+        [query_heads: U32, key_value_heads: U32, dim: U32, group: U32, table_start: U32, table_length: U32,
+         own_window: U32, plain_bytes: U32, page_bytes: U32, stretches: U32];
+    ATTEND_JOIN = "attend" "attend_join" NONE ONE 64
+        (partial: Read F32, attention: Write F32) [query_heads: U32, dim: U32, stretches: U32];
+    /// The next ids, and the lanes after them.
+    SAMPLE = "noise" "sample" NONE ONE 256
+        (logits: Read F32, outputs: Read U32, lanes: Read U32, ids: Write U32, next_lanes: Write U32)
+        [vocab: U32, purpose: U32];
+
+    /// y = norm(x) W^T, of the rows of x that `select` names if `selected`.
+    NORM_PRODUCT = "skinny" "norm_product" NONE PRODUCTS 128
+        (x: Read F32, norm: Read F32, select: Read U32, weights: Read Bytes, y: Write F32)
+        [rows: U32, outputs: U32, columns: U32, row_bytes: U32, selected: U32, eps: F32];
+    /// y += x W^T.
+    RESIDUAL_PRODUCT = "skinny" "residual_product" NONE PRODUCTS 128
+        (x: Read F32, weights: Read Bytes, y: Update F32)
+        [rows: U32, outputs: U32, columns: U32, row_bytes: U32];
+    /// y = silu(norm(x) gate^T) norm(x) up^T.
+    GATE_UP_PRODUCT = "skinny" "gate_up_product" NONE PRODUCTS 128
+        (x: Read F32, norm: Read F32, select: Read U32, gate: Read Bytes, up: Read Bytes, y: Write F32)
+        [rows: U32, outputs: U32, columns: U32, row_bytes: U32, selected: U32, eps: F32];
+
+    /// A weight as f32.
+    DEQUANTISE = "blocks" "dequantise" NONE FORMATS 128
+        (weights: Read Bytes, y: Write F32) [columns: U32, row_bytes: U32];
+    /// Rows of a weight as f32.
+    EMBED_BLOCKS = "blocks" "embed_blocks" NONE FORMATS 128
+        (weights: Read Bytes, ids: Read U32, y: Write F32) [columns: U32, row_bytes: U32];
 }

@@ -4,7 +4,7 @@
 //! A serial encoder runs its dispatches one after the other, and buffers are tracked, so no barrier or fence of ours is needed.
 //! The process has one device: once `start` has succeeded, every tensor that `storage` makes lies in its memory.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
@@ -50,8 +50,10 @@ pub struct Metal {
 struct Work {
     /// The one that takes dispatches, and how many it has.
     open: Option<(Commands, Encoder, usize)>,
-    /// The newest one sent off: when it is done, so are all before it.
-    sent: Option<Commands>,
+    /// Those sent off, the oldest first, by number.
+    sent: VecDeque<(u64, Commands)>,
+    /// How many were sent off.
+    commits: u64,
     resident: Option<ResidencySet>,
 }
 
@@ -298,7 +300,8 @@ fn send(work: &mut Work) {
     if let Some((commands, encoder, _)) = work.open.take() {
         encoder.endEncoding();
         commands.commit();
-        work.sent = Some(commands);
+        work.commits += 1;
+        work.sent.push_back((work.commits, commands));
     }
 }
 
@@ -352,22 +355,27 @@ impl Gpu for Metal {
         autoreleasepool(|_| self.encode_product(product))
     }
 
-    fn commit(&self) -> Result<()> {
-        autoreleasepool(|_| send(&mut self.work.lock()));
-        Ok(())
-    }
-
-    fn wait(&self) -> Result<()> {
+    fn commit(&self) -> Result<u64> {
         autoreleasepool(|_| {
             let mut work = self.work.lock();
             send(&mut work);
-            let Some(sent) = work.sent.take() else { return Ok(()) };
-            sent.waitUntilCompleted();
-            match (sent.status() == MTLCommandBufferStatus::Error, sent.error()) {
-                (false, _) => Ok(()),
-                (true, Some(error)) => Err(gpu_error("the GPU stopped", &error)),
-                (true, None) => Err(Error::failed("the GPU stopped and did not say why")),
+            Ok(work.commits)
+        })
+    }
+
+    fn wait_for(&self, commit: u64) -> Result<()> {
+        autoreleasepool(|_| {
+            let mut work = self.work.lock();
+            while work.sent.front().is_some_and(|(number, _)| *number <= commit) {
+                let Some((_, sent)) = work.sent.pop_front() else { break };
+                sent.waitUntilCompleted();
+                match (sent.status() == MTLCommandBufferStatus::Error, sent.error()) {
+                    (false, _) => {}
+                    (true, Some(error)) => return Err(gpu_error("the GPU stopped", &error)),
+                    (true, None) => return Err(Error::failed("the GPU stopped and did not say why")),
+                }
             }
+            Ok(())
         })
     }
 

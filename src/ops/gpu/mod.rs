@@ -280,11 +280,17 @@ pub trait Gpu: Send + Sync {
     /// A matrix product of training.
     fn multiply(&self, product: &Product) -> Result<()>;
 
-    /// Sends off what was handed over.
-    fn commit(&self) -> Result<()>;
+    /// Sends off what was handed over. Gives a number that grows with each call, to wait for.
+    fn commit(&self) -> Result<u64>;
+
+    /// Waits for everything that was sent off up to that number.
+    fn wait_for(&self, commit: u64) -> Result<()>;
 
     /// Waits for everything that was handed over.
-    fn wait(&self) -> Result<()>;
+    fn wait(&self) -> Result<()> {
+        let last = self.commit()?;
+        self.wait_for(last)
+    }
 
     /// Keeps the memory of these tensors where the GPU finds it, for as long as they live.
     fn keep_resident(&self, tensors: &[&Tensor]) -> Result<()>;

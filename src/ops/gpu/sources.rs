@@ -12,6 +12,8 @@ const PRELUDE: &str = include_str!("../../../kernels/metal/prelude.metal");
 pub const FILES: &[(&str, &str)] = sources![
     "adamw",
     "add",
+    "attend",
+    "blocks",
     "cross_entropy",
     "distillation",
     "dropout",
@@ -19,8 +21,11 @@ pub const FILES: &[(&str, &str)] = sources![
     "gradient_norm",
     "guard",
     "muon",
+    "noise",
+    "page",
     "rms_norm",
     "rotary",
+    "skinny",
     "swiglu",
 ];
 

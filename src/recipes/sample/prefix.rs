@@ -38,7 +38,7 @@ pub fn save(path: &Path, origin: &Origin, row: &Row) -> Result<()> {
     let header = Header { origin: origin.clone(), ids: row.ids().to_vec() };
     bytes.extend(serde_json::to_vec(&header).expect("plain values"));
     bytes.push(b'\n');
-    row.write_cache(&mut bytes);
+    row.write_cache(&mut bytes)?;
     let digest = Sha256::digest(&bytes);
     bytes.extend(digest);
     atomic::write(path, &bytes[..])
