@@ -1,12 +1,12 @@
 // Products of a few rows x with a weight (outputs, columns) of any format: the products of decoding.
 //
-// A simdgroup has PACK rows of the weight, so that they share what is read of x, and R rows of x. A threadgroup has four simdgroups,
-// which never meet: the kernels have no barrier and no threadgroup memory. Threadgroups with the same weights and other rows of x
-// are neighbours, so that they find the weights in the cache. An output is the sum of 32 lanes, each of which adds up its columns,
-// eight of every 256, in their order and by fma: no bit depends on R, on the other rows, or on the row's place among them. This
-// takes a compiler that keeps to the order (no fast math).
+// A simdgroup has PACK rows of the weight, so that they share what is read of x, and R rows of x. A threadgroup has four of
+// them, which never meet: the kernels have no barrier and no threadgroup memory. Threadgroups with the same weights and other
+// rows of x are neighbours, so that they find the weights in the cache. An output is the sum of 32 lanes, each of which adds up
+// its columns, eight of every 256, in their order and by fma: no bit depends on R, on the other rows, or on the row's place
+// among them. This takes a compiler that keeps to the order: no fast math.
 //
-// The norm is folded in: x times the gain is multiplied, and the sum is divided by the root mean square of x, whose squares each
+// The norm is folded in: x times the gain is multiplied, and the sum divided by the root mean square of x, whose squares each
 // simdgroup adds up on its way.
 
 #define PACK 4

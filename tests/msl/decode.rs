@@ -12,7 +12,7 @@ use gpt::random::{Purpose, Stream};
 
 use super::emulator;
 
-fn config(model_type: ModelType, heads: (usize, usize, usize), windows: Vec<Option<usize>>) -> GptConfig {
+pub fn config(model_type: ModelType, heads: (usize, usize, usize), windows: Vec<Option<usize>>) -> GptConfig {
     GptConfig {
         model_type,
         vocab_size: 50,
@@ -49,7 +49,7 @@ fn rounded(kind: WeightType, weights: Vec<f32>, shape: &[usize]) -> Vec<f32> {
     }
 }
 
-fn engine(ctx: Ctx, config: &GptConfig, kind: WeightType) -> Engine {
+pub fn engine(ctx: Ctx, config: &GptConfig, kind: WeightType) -> Engine {
     Engine::new(ctx, config, kind, weights).unwrap()
 }
 
@@ -58,7 +58,7 @@ fn prompt(row: usize, len: usize) -> Vec<u32> {
 }
 
 /// The texts of rows with prompts of these lengths, together.
-fn texts(engine: &mut Engine, prompts: &[usize], settings: &RowSettings, tokens: usize) -> Vec<Vec<u32>> {
+pub fn texts(engine: &mut Engine, prompts: &[usize], settings: &RowSettings, tokens: usize) -> Vec<Vec<u32>> {
     let row = |(i, len): (usize, &usize)| {
         let mut settings = settings.clone();
         settings.sampling.seed += i as u64;

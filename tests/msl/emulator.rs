@@ -138,6 +138,45 @@ pub struct Emulator {
 }
 
 impl Emulator {
+    /// One that keeps its dispatches.
+    pub fn recording() -> Self {
+        Self { records: Some(Mutex::default()), ..Self::default() }
+    }
+
+    /// Runs a function over buffers at these addresses, the last of which holds its numbers.
+    fn call(
+        &self,
+        file: &'static str,
+        function: &str,
+        pointers: &[*mut c_void],
+        (groups, threads): ([u32; 3], u32),
+    ) -> Result<()> {
+        let (library, name) = (self.library(file), CString::new(function).unwrap());
+        // SAFETY: the signature is the emulator's; the buffers live until the call returns.
+        let result = unsafe {
+            let call: libloading::Symbol<DispatchFn> = library.0.get(b"msl_dispatch").unwrap();
+            call(name.as_ptr(), pointers.as_ptr(), groups.as_ptr(), threads, self.seed)
+        };
+        match result {
+            0 => Ok(()),
+            -2 => Err(Error::op("emulator", format!("a kernel `{function}`"), "none of that name")),
+            _ => Err(Error::op("emulator", "barriers that all threads reach", format!("divergence in {function}"))),
+        }
+    }
+
+    /// Runs a function over these buffers and offsets, with the grid of a record.
+    pub fn run_bytes(
+        &self,
+        file: &'static str,
+        function: &str,
+        (buffers, offsets): (&mut [Vec<u8>], &[usize]),
+        record: &Record,
+    ) -> Result<()> {
+        let places = buffers.iter_mut().zip(offsets);
+        let pointers: Vec<*mut c_void> = places.map(|(b, o)| b.as_mut_ptr().wrapping_add(*o).cast()).collect();
+        self.call(file, function, &pointers, (record.groups, record.threads))
+    }
+
     fn library(&self, file: &'static str) -> Arc<Library> {
         let mut libraries = self.libraries.lock().unwrap_or_else(|e| e.into_inner());
         libraries.entry(file).or_insert_with(|| Arc::new(Library::load(file, &source(file)))).clone()
@@ -170,18 +209,7 @@ impl Gpu for Emulator {
         }
         pointers.push(words.as_mut_ptr().cast());
         let groups = dispatch.groups.map(|n| n as u32);
-        let library = self.library(kernel.file);
-        let name = CString::new(function.clone()).unwrap();
-        // SAFETY: the signature is the emulator's; the buffers live until the call returns.
-        let result = unsafe {
-            let call: libloading::Symbol<DispatchFn> = library.0.get(b"msl_dispatch").unwrap();
-            call(name.as_ptr(), pointers.as_ptr(), groups.as_ptr(), kernel.threads as u32, self.seed)
-        };
-        match result {
-            0 => {}
-            -2 => return Err(Error::op(kernel.name, format!("a kernel `{function}`"), "none of that name")),
-            _ => return Err(Error::op(kernel.name, "barriers that all threads reach", "divergence")),
-        }
+        self.call(kernel.file, &function, &pointers, (groups, kernel.threads as u32))?;
         if let Some(records) = &self.records {
             let buffers = before.into_iter().enumerate().map(|(i, before)| {
                 let after = (args[i].access != Access::Read).then(|| content(i));

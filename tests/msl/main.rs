@@ -3,6 +3,12 @@
 mod decode;
 #[allow(dead_code)]
 mod emulator;
+mod mutants;
 mod products;
+mod record;
+mod sanitizers;
+mod scenes;
 mod signatures;
+mod training;
 mod translate;
+mod types;

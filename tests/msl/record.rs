@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::{Command, Output};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use gpt::ops::ctx::Ctx;
 use gpt::ops::gpu::kernels::ALL;
@@ -17,7 +18,7 @@ use super::scenes;
 pub fn records() -> &'static [Record] {
     static RECORDS: OnceLock<Vec<Record>> = OnceLock::new();
     RECORDS.get_or_init(|| {
-        let emulator = Arc::new(Emulator { records: Some(Mutex::default()), ..Emulator::default() });
+        let emulator = Arc::new(Emulator::recording());
         scenes::play(&|| Ctx::gpu(emulator.clone(), Family::detect()));
         let all = emulator.records.as_ref().unwrap().lock().unwrap().clone();
         let mut kept: BTreeMap<(String, [u32; 3], Vec<usize>), Record> = BTreeMap::new();
@@ -60,7 +61,9 @@ pub fn write(name: &str, records: &[&Record]) -> PathBuf {
             bytes.extend(buffer.after.iter().flatten());
         }
     }
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("msl/{name}.{}.rec", std::process::id()));
+    static WRITTEN: AtomicUsize = AtomicUsize::new(0);
+    let (own, number) = (std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed));
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("msl/{name}.{own}.{number}.rec"));
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     std::fs::write(&path, bytes).unwrap();
     path
@@ -79,5 +82,10 @@ pub fn replay(file: &str, text: &str, records: &[&Record], flags: &[&str], seeds
 #[track_caller]
 pub fn must_pass(file: &str, records: &[&Record], flags: &[&str], seeds: usize) {
     let done = replay(file, &source(file), records, flags, seeds).unwrap_or_else(|e| panic!("{file}.metal:\n{e}"));
-    assert!(done.status.success(), "{file}.metal, {flags:?}: {}\n{}", done.status, String::from_utf8_lossy(&done.stderr));
+    assert!(
+        done.status.success(),
+        "{file}.metal, {flags:?}: {}\n{}",
+        done.status,
+        String::from_utf8_lossy(&done.stderr)
+    );
 }

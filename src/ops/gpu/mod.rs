@@ -54,7 +54,7 @@ pub enum Number {
 /// A kernel: its arguments in the order of their indices. The numbers are one struct, bound after the buffers.
 #[derive(Debug)]
 pub struct Kernel {
-    /// kernels/metal/<file>.metal
+    /// The name of its source in kernels/metal/.
     pub file: &'static str,
     pub name: &'static str,
     /// What T can be; empty if the kernel has no T.

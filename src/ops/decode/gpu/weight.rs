@@ -4,7 +4,7 @@
 //! blocks.metal; they multiply f32 rows, whatever the weight, in f32. What must stay true: a row's result has the same bits
 //! alone and beside others. Buffers may be larger than the rows of a call, so that they are made once.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
@@ -54,7 +54,7 @@ impl DeviceFormat {
         kernels::FORMATS[self as usize]
     }
 
-    /// The weights of a block, and its bytes.
+    /// Weights of a block, and its bytes: ggml's `block_*`.
     fn block(self) -> (usize, usize) {
         match self {
             DeviceFormat::F32 => (1, 4),
@@ -69,7 +69,7 @@ impl DeviceFormat {
         }
     }
 
-    /// Weights that share a scale's place; a row has a multiple of it. 1 for plain numbers.
+    /// Weights of a block, of which rows are whole multiples; 1 for plain numbers.
     pub fn block_len(self) -> usize {
         self.block().0
     }
@@ -256,8 +256,8 @@ pub fn gate_up_product(
     y: &Tensor,
 ) -> Result<()> {
     normed.check(kernels::GATE_UP_PRODUCT.name, gate, rows)?;
-    let kind = |w: &DeviceWeight| format!("{} ({}, {})", w.format.name(), w.rows, w.columns);
-    if kind(gate) != kind(up) {
+    if (gate.format, gate.rows, gate.columns) != (up.format, up.rows, up.columns) {
+        let kind = |w: &DeviceWeight| format!("{} ({}, {})", w.format.name(), w.rows, w.columns);
         return Err(Error::op(kernels::GATE_UP_PRODUCT.name, format!("up as gate, {}", kind(gate)), kind(up)));
     }
     ctx.launch(gate.bytes() + up.bytes() + 4 * gate.columns);
@@ -280,17 +280,14 @@ fn multiply(
 ) -> Result<()> {
     let found = args.last().map_or(0, Arg::len);
     if found < rows * weight.rows {
-        return Err(Error::op(
-            kernel.name,
-            format!("y of {rows} rows of {}", weight.rows),
-            format!("{found} elements"),
-        ));
+        let expected = format!("y of {rows} rows of {}", weight.rows);
+        return Err(Error::op(kernel.name, expected, format!("{found} elements")));
     }
     let (form, pass) = weight.format.product(rows);
     let sizes = [rows.into(), weight.rows.into(), weight.columns.into(), weight.row_bytes.into()];
     let groups = [rows.div_ceil(pass), weight.rows.div_ceil(outputs), 1];
     let numbers = [&sizes, more].concat();
-    ctx.hand_over(&Dispatch { kernel, dtype: candle_core::DType::F32, form, args, numbers: &numbers, groups })
+    ctx.hand_over(&Dispatch { kernel, dtype: DType::F32, form, args, numbers: &numbers, groups })
 }
 
 /// Rows `ids` of the weight, `count` of them, to the first rows of y (any, columns). Ids must be rows of it.
@@ -317,8 +314,7 @@ fn unpack(ctx: &mut Ctx, kernel: &'static Kernel, weight: &DeviceWeight, rows: u
         return Err(Error::op(kernel.name, expected, format!("{found} elements")));
     }
     let (form, numbers) = (weight.format.name(), [weight.columns.into(), weight.row_bytes.into()]);
-    let dispatch =
-        Dispatch { kernel, dtype: candle_core::DType::F32, form, args, numbers: &numbers, groups: [rows, 1, 1] };
+    let dispatch = Dispatch { kernel, dtype: DType::F32, form, args, numbers: &numbers, groups: [rows, 1, 1] };
     ctx.hand_over(&dispatch)
 }
 
@@ -347,9 +343,9 @@ mod tests {
     fn words_are_whole_and_sizes_are_held_to() {
         let weight = DeviceWeight::pack(WeightType::Bf16, &[&[1.0, -2.0, 3.0]], 1).unwrap();
         assert_eq!(*storage::read::<u32>("test", &weight.words).unwrap(), [0xc000_3f80, 0x4040]);
-        let names: Vec<_> = DeviceFormat::ALL.iter().map(|f| f.name()).collect();
-        assert_eq!(names, kernels::FORMATS);
         for format in DeviceFormat::ALL {
+            let plain = |name: String| name.to_lowercase().replace('_', "");
+            assert_eq!(plain(format.name().into()), plain(format!("{format:?}")), "the order of the table's formats");
             for (rows, of) in [(1, 1), (2, 4), (4, 4), (5, 8), (64, 8)] {
                 assert_eq!(format.product(rows), (&*format!("{}_{of}", format.name()), of));
             }

@@ -1,0 +1,141 @@
+//! Small uses of every kernel, through the ops that dispatch them: training steps, distillation, decoding with every kind of
+//! cache, products with every format of weights.
+
+use gpt::engine::{RowSettings, Sampling, WeightType};
+use gpt::model::config::ModelType;
+use gpt::model::gpt::{Batch, Gpt, random_weights};
+use gpt::nn::attention::Layout;
+use gpt::nn::cache::{CacheSettings, CacheType, Quantization};
+use gpt::ops::ctx::Ctx;
+use gpt::ops::decode::gpu::weight::{self, DeviceFormat, DeviceWeight, Normed};
+use gpt::ops::distillation::{self, Divergence, Teacher};
+use gpt::ops::gemm::Store;
+use gpt::ops::{add, cross_entropy::Wanted, embedding, linear::Weight, storage};
+use gpt::random::{Purpose, Stream};
+use gpt::trainer::objective::NextToken;
+use gpt::trainer::optimizer::{Kind, Settings};
+use gpt::trainer::step::{StepRecord, Trainer};
+
+use super::decode;
+
+pub fn numbers(salt: u64, len: usize) -> Vec<f32> {
+    let stream = Stream::new(17, Purpose::Test);
+    (0..len).map(|i| stream.normal(salt, i as u32)).collect()
+}
+
+pub fn tensor(salt: u64, shape: &[usize]) -> candle_core::Tensor {
+    storage::tensor(numbers(salt, shape.iter().product()), shape)
+}
+
+/// Plays all scenes, each with a context of its own.
+pub fn play(ctx: &dyn Fn() -> Ctx) {
+    train(ctx(), Kind::Adamw, (ModelType::Qwen3, Some(5)), 2);
+    train(ctx(), Kind::Muon, (ModelType::Llama, None), 1);
+    distil(&mut ctx());
+    elements(&mut ctx());
+    DeviceFormat::ALL.into_iter().for_each(|format| products(&mut ctx(), format));
+    write(ctx);
+}
+
+/// What a run of small steps reports, and the weights after it.
+pub fn train(
+    ctx: Ctx,
+    kind: Kind,
+    (model_type, window): (ModelType, Option<usize>),
+    steps: u64,
+) -> (Vec<StepRecord>, Vec<Vec<f32>>) {
+    let mut config = decode::config(model_type, (4, 2, 8), vec![window, None]);
+    config.hidden_size = 24;
+    config.intermediate_size = 40;
+    let model = Gpt::build(&config, &mut random_weights(&config, 1)).unwrap();
+    let settings = Settings {
+        kind,
+        beta1: 0.9,
+        beta2: 0.99,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        momentum: 0.95,
+        clip: 1.0,
+        ema: 0.9,
+        spike_threshold: 6.0,
+    };
+    let mut trainer = Trainer::new(ctx, model, settings, 0.1, 3).unwrap();
+    let (batch, seq) = (2, 11);
+    let records = (0..steps).map(|step| {
+        let ids: Vec<u32> = (0..batch * (seq + 1)).map(|i| ((i * i + 3 * i) as u64 + step) as u32 % 50).collect();
+        let part = |from: usize| ids.chunks(seq + 1).flat_map(|ids| ids[from..from + seq].to_vec()).collect();
+        let micro = || Batch { inputs: part(0), targets: part(1), layout: Layout::of(seq), window: 0 };
+        trainer.train_step(&mut NextToken, &[micro(), micro()], 1e-2).unwrap()
+    });
+    let records = records.collect();
+    let weights = trainer.model.trainable().map(|p| storage::read::<f32>("test", p.master()).unwrap().to_vec());
+    let weights = weights.collect();
+    (records, weights)
+}
+
+fn distil(ctx: &mut Ctx) {
+    let (n, c, v) = (5, 16, 70);
+    let (x, head, hidden) = (tensor(1, &[n, c]), tensor(2, &[v, c]), tensor(3, &[n, c]));
+    let targets = [3, 69, u32::MAX, 0, 12];
+    for divergence in [Divergence::Forward, Divergence::Reverse, Divergence::JensenShannon] {
+        let settings = distillation::Settings { divergence, temperature: 2.0, alpha: 0.7 };
+        let slot = tensor(4, &[v, c]);
+        let wanted = Wanted::InputAndHead(&slot, Store::Set);
+        let teacher = Teacher::Model { x: &hidden, weight: &head };
+        distillation::forward(ctx, (&x, &head), teacher, &targets, (settings, 0.2), wanted).unwrap();
+        let ids: Vec<u32> = (0..n as u32).flat_map(|row| [row, row + 9, 40]).collect();
+        let logprobs = vec![0.2f32.ln(); 3 * n];
+        let teacher = Teacher::Top { k: 3, ids: &ids, logprobs: &logprobs };
+        distillation::forward(ctx, (&x, &head), teacher, &targets, (settings, 0.2), wanted).unwrap();
+    }
+}
+
+/// What no step of training does at these sizes.
+fn elements(ctx: &mut Ctx) {
+    let (x, y) = (tensor(1, &[5, 60]), tensor(2, &[5, 60]));
+    add::add_assign(ctx, &x, &y).unwrap();
+    add::copy(ctx, &x).unwrap();
+    let table = tensor(3, &[7, 60]);
+    let ids = [6, 0, 6, 6, 2];
+    embedding::forward(ctx, Weight::Dense { tensor: &table, kept: None }, &ids).unwrap();
+    embedding::backward(ctx, &ids, &y, (&table, Store::Set)).unwrap();
+}
+
+fn products(ctx: &mut Ctx, format: DeviceFormat) {
+    let (k, outputs) = (256, 19);
+    let bytes: Vec<u8> = match format {
+        DeviceFormat::F32 => numbers(5, outputs * k).iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DeviceFormat::F16 => {
+            numbers(5, outputs * k).iter().flat_map(|x| half::f16::from_f32(*x).to_le_bytes()).collect()
+        }
+        // Scales of about one, whatever they are, and any codes.
+        _ => (0..outputs * format.row_bytes(k)).map(|i| [0x3C, 0x5A, 0x3B, 0x11][i * 7 % 4]).collect(),
+    };
+    let weight = DeviceWeight::from_bytes(format, outputs, k, &bytes).unwrap();
+    for rows in [1, 3, 9] {
+        let (x, norm) = (tensor(6, &[rows, k]), tensor(7, &[k]));
+        let y = tensor(8, &[rows, outputs]);
+        let normed = Normed { x: &x, norm: &norm, eps: 1e-6, select: None };
+        weight::norm_product(ctx, normed, &weight, rows, &y).unwrap();
+        weight::residual_product(ctx, &x, &weight, rows, &y).unwrap();
+        weight::gate_up_product(ctx, normed, (&weight, &weight), rows, &y).unwrap();
+    }
+    let ids = storage::tensor(vec![18u32, 0], 2);
+    weight::embed(ctx, &weight, &ids, 2, &tensor(9, &[2, k])).unwrap();
+    weight::dequantise(ctx, &weight, &tensor(9, &[outputs, k])).unwrap();
+}
+
+/// Texts with every kind of cache.
+fn write(ctx: &dyn Fn() -> Ctx) {
+    let warm = |top_k| Sampling { temperature: 0.9, top_k, seed: 3, ..Sampling::default() };
+    for kind in [CacheType::F32, CacheType::Bf16] {
+        for quantization in [None, Some(8), Some(4)] {
+            let quantization = quantization.map(|bits| Quantization { bits, group: 8, start: 64 });
+            let config = decode::config(ModelType::Qwen3, (2, 1, 16), vec![Some(40), None]);
+            let cache = CacheSettings { window: Some(50), sinks: 3, kind: Some(kind), quantization };
+            let settings = RowSettings { sampling: warm(4), cache, ..RowSettings::default() };
+            let mut engine = decode::engine(ctx(), &config, WeightType::F32);
+            decode::texts(&mut engine, &[70, 2], &settings, 2);
+        }
+    }
+}
