@@ -1,8 +1,9 @@
-//! This machine: its memory, its cores, and which device a run takes and why. A leaf, called by cli and the recipes.
+//! This machine: its memory, its cores, and which device a run takes and why. Called by cli and the recipes.
 //!
 //! With the ops, the only place that may ask which platform this is.
 
 use crate::error::{Error, Result, nearest};
+use crate::ops::gpu;
 
 /// Main memory in bytes, all of it and what can be taken now without swapping, within the limits of a container if this is
 /// one; zeros where the system does not tell.
@@ -29,6 +30,16 @@ pub fn peak_memory() -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Cpu,
+    Metal,
+}
+
+impl Kind {
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Cpu => "cpu",
+            Kind::Metal => "metal",
+        }
+    }
 }
 
 /// What a run computes on.
@@ -41,16 +52,30 @@ pub struct Choice {
 
 /// The device of that name (`auto`, `cpu`, `cuda`, `metal`), or an error if this build does not have it.
 pub fn choose(name: &str) -> Result<Choice> {
-    match name {
-        "cpu" => Ok(Choice { kind: Kind::Cpu, reason: "asked for".into() }),
-        "auto" => Ok(Choice { kind: Kind::Cpu, reason: "the only device of this build".into() }),
-        "cuda" | "metal" => Err(Error::usage(format!("this build has no `{name}` device"))
+    let asked = |kind| Ok(Choice { kind, reason: "asked for".into() });
+    match (name, gpu::missing()) {
+        ("cpu", _) => asked(Kind::Cpu),
+        ("metal", None) => asked(Kind::Metal),
+        ("auto", None) => Ok(Choice { kind: Kind::Metal, reason: "the GPU of this Mac".into() }),
+        ("auto", Some(reason)) => Ok(Choice { kind: Kind::Cpu, reason }),
+        ("metal", Some(reason)) if cfg!(target_os = "macos") => {
+            Err(Error::usage(reason).with_hint("leave --device out, or use --device cpu"))
+        }
+        ("cuda" | "metal", _) => Err(Error::usage(format!("this build has no `{name}` device"))
             .with_hint("leave --device out, or use --device cpu")),
         _ => {
             let near = nearest(name, ["auto", "cpu", "cuda", "metal"]);
             let hint = near.unwrap_or_else(|| "one of: auto, cpu".into());
             Err(Error::usage(format!("unknown device `{name}`")).with_hint(hint))
         }
+    }
+}
+
+/// Makes the chosen device that of this process; before any tensor is made.
+pub fn start(choice: &Choice) -> Result<()> {
+    match choice.kind {
+        Kind::Cpu => Ok(()),
+        Kind::Metal => gpu::start(),
     }
 }
 

@@ -343,6 +343,9 @@ pub struct DoctorArgs {
     pub engine: EngineArgs,
     #[command(flatten)]
     pub memory: MemoryArgs,
+    /// Run every kernel of the Mac's GPU against the CPU instead, and print errors and speeds
+    #[arg(long)]
+    pub metal: bool,
 }
 
 #[derive(Debug, Args)]
@@ -503,6 +506,9 @@ pub struct DecodeArgs {
     /// What weights are kept in: f32, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1
     #[arg(long, value_name = "TYPE", default_value = "f32")]
     pub r#type: String,
+    /// Count what a token costs on a GPU (dispatches, bindings, command buffers, bytes) instead; needs no GPU
+    #[arg(long)]
+    pub count: bool,
 }
 
 #[derive(Debug, Args)]

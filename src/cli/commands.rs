@@ -31,7 +31,8 @@ use crate::recipes::{bench, data, distill, doctor, eval, finetune, inspect, merg
 /// Runs one command to its end.
 pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
     let global = cli.global;
-    device::choose(&global.device)?;
+    let choice = device::choose(&global.device)?;
+    device::start(&choice)?;
     let family = match &global.cpu_kernels {
         Some(name) => Family::named(name)?,
         None => Family::detect(),
@@ -251,6 +252,17 @@ fn bias(text: &str) -> Result<(u32, f32)> {
 }
 
 fn doctor_command(args: DoctorArgs, global: &Global, family: Family) -> Result<()> {
+    if args.metal {
+        let found = doctor::metal::run(family)?;
+        print(&found, global, show::kernels)?;
+        return match found.passed {
+            true => Ok(()),
+            false => {
+                Err(Error::failed("some kernels differ from the CPU")
+                    .with_hint("docs/guides/mac.md says how to report it"))
+            }
+        };
+    }
     let config = doctor::DoctorConfig {
         checkpoint: args.checkpoint,
         device: device::choose(&global.device)?,
@@ -394,8 +406,11 @@ fn bench_command(command: BenchCommand, global: &Global, family: Family) -> Resu
         }
         BenchCommand::Decode(args) => {
             let kind = WeightType::named(&args.r#type)?;
-            let checkpoint = args.checkpoint;
-            bench::decode(&bench::BenchConfig { kind, checkpoint, ..config(args.shape)? })?
+            let config = bench::BenchConfig { kind, checkpoint: args.checkpoint, ..config(args.shape)? };
+            if args.count {
+                return print(&bench::count(&config)?, global, show::counts);
+            }
+            bench::decode(&config)?
         }
     };
     print(&summary, global, show::bench)

@@ -3,10 +3,11 @@
 use super::terminal::{err, out};
 use crate::error::Result;
 use crate::preset::{BUILT_IN, Preset};
-use crate::recipes::bench::BenchSummary;
+use crate::recipes::bench::{BenchSummary, Counted};
 use crate::recipes::data::{DataInfo, Fetched, List, Shown};
 use crate::recipes::distill::DistillSummary;
 use crate::recipes::doctor::Diagnosis;
+use crate::recipes::doctor::metal::{Check, Kernels};
 use crate::recipes::eval::{EvalSummary, ScoreSummary};
 use crate::recipes::finetune::FinetuneSummary;
 use crate::recipes::inspect::Inspection;
@@ -238,6 +239,43 @@ pub fn sample(s: &SampleSummary) {
     if s.verified == Some(true) {
         err("verified: one row at a time without a draft gives the same tokens");
     }
+}
+
+/// Errors and speeds of a GPU's kernels.
+pub fn kernels(k: &Kernels) {
+    out(&format!("device      {}\n", k.device));
+    for check in &k.checks {
+        let verdict = if check.passed { "ok" } else { "WRONG" };
+        let Check { name, error, allowed, milliseconds, .. } = check;
+        out(&format!("{verdict:<6} {name:<34} error {error:<9.1e} of {allowed:<9.1e} {milliseconds:>9.3} ms\n"));
+        if let Some(failure) = &check.failure {
+            out(&format!("       {failure}\n"));
+        }
+    }
+    let wrong = k.checks.iter().filter(|check| !check.passed).count();
+    let all = k.checks.len();
+    out(&if wrong == 0 { format!("all {all} agree with the CPU\n") } else { format!("{wrong} of {all} are wrong\n") });
+}
+
+/// What a token costs on a GPU.
+pub fn counts(c: &Counted) {
+    out(&format!(
+        "{} of {} layers as {}, {} rows, averages of {} tokens\n\
+         dispatches       {} ({} a layer)\nbindings         {}\ncommand buffers  {}\nencoders         {}\n\
+         bytes to the GPU {}\nbytes back       {}\n",
+        c.preset,
+        c.layers,
+        c.dtype,
+        c.batch,
+        c.tokens,
+        c.dispatches,
+        c.dispatches_per_layer,
+        c.bindings,
+        c.command_buffers,
+        c.encoders,
+        c.uploaded_bytes,
+        c.downloaded_bytes,
+    ));
 }
 
 /// What a checkpoint needs here.

@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use half::{bf16, f16};
 
 use super::gemm::Precision;
-use super::gpu::{Arg, Dispatch, Gpu, Kernel, Product, Value as Number};
+use super::gpu::{self, Arg, Dispatch, Gpu, Kernel, Product, Value as Number};
 use super::simd::Family;
 use super::storage::{self, Element};
 use super::team::Team;
@@ -59,6 +59,26 @@ impl Ctx {
     /// A context whose ops are handed to `gpu`; `family` is for what stays on the CPU.
     pub fn gpu(gpu: Arc<dyn Gpu>, family: Family) -> Self {
         Self { gpu: Some(gpu), ..Self::cpu(family) }
+    }
+
+    /// A context for the device that this process has started, or else the CPU.
+    pub fn open(family: Family) -> Self {
+        gpu::home().map_or_else(|| Self::cpu(family), |gpu| Self::gpu(gpu, family))
+    }
+
+    /// `cpu`, or the GPU's name.
+    pub fn device_name(&self) -> &'static str {
+        self.gpu.as_ref().map_or("cpu", |gpu| gpu.name())
+    }
+
+    /// What it is, for people.
+    pub fn description(&self) -> String {
+        self.gpu.as_ref().map_or_else(|| "cpu".into(), |gpu| gpu.description())
+    }
+
+    /// Compiles kernels before they are needed.
+    pub fn prepare(&self, functions: &[(&'static Kernel, String)]) -> Result<()> {
+        self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.prepare(functions))
     }
 
     /// Whether ops are handed to a GPU.

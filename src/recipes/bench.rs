@@ -1,17 +1,18 @@
 //! `gpt bench`: how fast training and decoding are here.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::checkpoint::model_folder::ModelFolder;
 use crate::device;
-use crate::engine::{Engine, RowSettings, Sampling, WeightType};
+use crate::engine::{Engine, Row, RowSettings, Sampling, WeightType};
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
 use crate::model::gpt::{Adaptation, Batch, Gpt, random_weights};
 pub use crate::nn::lora::LoraSettings;
 use crate::ops::gemm::Precision;
-use crate::ops::{ctx::Ctx, rates, simd::Family};
+use crate::ops::{ctx::Ctx, gpu::counting::Counting, rates, simd::Family};
 use crate::preset::Preset;
 use crate::random::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
@@ -102,7 +103,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     let trained: usize = model.trainable().map(|p| p.elements()).sum();
     let frozen = model.parameters().iter().filter(|p| !p.is_trainable()).map(|p| p.elements()).sum::<usize>();
     model.recompute = preset.train.recompute;
-    let mut ctx = Ctx::cpu(config.family);
+    let mut ctx = Ctx::open(config.family);
     let precision = plan::precision(&preset, config.family);
     ctx.set_precision(precision);
     let mut trainer = Trainer::new(ctx, model, plan::optimizer(&preset)?, preset.model.dropout, 0)?;
@@ -127,27 +128,85 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     Ok(summary(("train", precision.name()), config, &shape, median(times), work, &mut trainer.ctx))
 }
 
-/// Greedy decoding of `batch` rows that begin with one token each.
-pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
+/// The model that is decoded, in an engine of that context.
+fn opened(config: &BenchConfig, ctx: Ctx) -> Result<(GptConfig, Engine)> {
     let preset = preset(config)?;
-    let (shape, mut engine) = match &config.checkpoint {
+    match &config.checkpoint {
         Some(path) => {
             let folder = ModelFolder::open(path)?;
             let weights = |name: &str, shape: &[usize]| folder.get(name, shape);
-            let engine = Engine::new(Ctx::cpu(config.family), &folder.config, config.kind, weights)?;
-            (folder.config, engine)
+            let engine = Engine::new(ctx, &folder.config, config.kind, weights)?;
+            Ok((folder.config, engine))
         }
         None => {
             let shape = preset.gpt_config(Tokenizer::bytes().vocab_size())?;
-            let engine = sample::engine(&Gpt::random(&shape, 0)?, config.kind, config.family)?;
-            (shape, engine)
+            let engine = sample::engine(&Gpt::random(&shape, 0)?, config.kind, ctx)?;
+            Ok((shape, engine))
         }
-    };
-    let settings = RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
-    let mut rows = Vec::new();
-    for row in 0..config.batch {
-        rows.push(engine.row(&[row as u32 % 256], settings.clone())?);
     }
+}
+
+/// What a token of all rows costs on a GPU: counted, not run, so it needs none.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Counted {
+    pub mode: &'static str,
+    pub preset: String,
+    pub layers: usize,
+    pub batch: usize,
+    pub dtype: &'static str,
+    /// Tokens that the following are averages over.
+    pub tokens: usize,
+    pub dispatches: f64,
+    pub dispatches_per_layer: f64,
+    pub bindings: f64,
+    pub command_buffers: f64,
+    /// One in each command buffer.
+    pub encoders: f64,
+    pub uploaded_bytes: f64,
+    pub downloaded_bytes: f64,
+}
+
+/// Counts what decoding as in `decode` hands to a GPU.
+pub fn count(config: &BenchConfig) -> Result<Counted> {
+    let ctx = Ctx::gpu(Arc::new(Counting), config.family);
+    let (shape, mut engine) = opened(config, ctx)?;
+    let mut rows = rows(&engine, config.batch)?;
+    let mut step = || engine.step(&mut rows.iter_mut().collect::<Vec<_>>()).map(drop);
+    (0..3).try_for_each(|_| step())?;
+    engine.take_counts();
+    let mut step = || engine.step(&mut rows.iter_mut().collect::<Vec<_>>()).map(drop);
+    (0..config.steps).try_for_each(|_| step())?;
+    let counts = engine.take_counts();
+    let each = |count: u64| count as f64 / config.steps as f64;
+    // Outside of the layers: token vectors, the head, and the choice.
+    let ends = 3.0;
+    Ok(Counted {
+        mode: "count",
+        preset: named(config),
+        layers: shape.num_hidden_layers,
+        batch: config.batch,
+        dtype: config.kind.name(),
+        tokens: config.steps,
+        dispatches: each(counts.dispatches),
+        dispatches_per_layer: (each(counts.dispatches) - ends) / shape.num_hidden_layers as f64,
+        bindings: each(counts.bindings),
+        command_buffers: each(counts.command_buffers),
+        encoders: each(counts.command_buffers),
+        uploaded_bytes: each(counts.uploaded),
+        downloaded_bytes: each(counts.downloaded),
+    })
+}
+
+/// Rows that begin with one token each.
+fn rows(engine: &Engine, batch: usize) -> Result<Vec<Row>> {
+    let settings = RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
+    (0..batch).map(|row| engine.row(&[row as u32 % 256], settings.clone())).collect()
+}
+
+/// Greedy decoding of `batch` rows that begin with one token each.
+pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
+    let (shape, mut engine) = opened(config, Ctx::open(config.family))?;
+    let mut rows = rows(&engine, config.batch)?;
     let mut times = Vec::new();
     for step in 0..config.steps + 3 {
         let start = Instant::now();
@@ -161,9 +220,14 @@ pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
         bytes: engine.weight_bytes(),
         tokens: config.batch,
     };
-    let ctx = &mut Ctx::cpu(config.family);
+    let ctx = &mut Ctx::open(config.family);
     ctx.set_precision(if config.kind == WeightType::F32 { Precision::F32 } else { Precision::fastest(config.family) });
     Ok(summary(("decode", config.kind.name()), config, &shape, median(times), work, ctx))
+}
+
+/// What is measured: the checkpoint, or the preset.
+fn named(config: &BenchConfig) -> String {
+    config.checkpoint.as_ref().map_or_else(|| config.preset.clone(), |path| path.display().to_string())
 }
 
 /// What one step does.
@@ -186,12 +250,12 @@ fn summary(
     let (matmul, stream) = (rates::matmul(ctx), rates::stream(ctx, work.bytes));
     BenchSummary {
         mode,
-        preset: config.checkpoint.as_ref().map_or_else(|| config.preset.clone(), |path| path.display().to_string()),
+        preset: named(config),
         parameters: shape.parameters(),
         batch: config.batch,
         context: config.context,
         dtype,
-        device: "cpu",
+        device: ctx.device_name(),
         kernels: config.family.name(),
         threads: rayon::current_num_threads(),
         tokens_per_second: work.tokens as f64 / seconds,

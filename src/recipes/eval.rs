@@ -100,9 +100,9 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
         false => Box::new(corpus.held_out(context, stride)),
     };
     let evaluation = match config.engine {
-        None => eval::evaluate(&mut Ctx::cpu(config.family), &model, windows)?,
+        None => eval::evaluate(&mut Ctx::open(config.family), &model, windows)?,
         Some((kind, cache)) => {
-            let (mut engine, _) = super::sample::open_engine(&Ctx::cpu(config.family), &folder, &tokenizer, kind)?;
+            let (mut engine, _) = super::sample::open_engine(&Ctx::open(config.family), &folder, &tokenizer, kind)?;
             evaluate_engine(&mut engine, cache, windows)?
         }
     };
@@ -214,7 +214,7 @@ pub fn score(config: &ScoreConfig, report: &mut dyn Report) -> Result<ScoreSumma
     let ids = tokenizer.encode(&config.text)?;
     let context = model.config.max_position_embeddings;
     let tokens = Tokens::plain(ids.clone(), tokenizer.byte_lengths(), tokenizer.end_of_text());
-    let mut ctx = Ctx::cpu(config.family);
+    let mut ctx = Ctx::open(config.family);
     let mut logprobs = vec![None; ids.len().min(1)];
     // Past the context, windows overlap by half, so that no token is scored with less than that before it.
     for window in windows::held_out(&tokens, context, context.div_ceil(2)) {

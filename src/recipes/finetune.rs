@@ -347,14 +347,14 @@ fn goal(
 
 fn base_loss(model: &Gpt, resolved: &Resolved) -> Result<Option<f64>> {
     let windows = train::held_out(resolved, resolved.preset.train.eval_tokens);
-    let found = eval::evaluate(&mut Ctx::cpu(resolved.family), model, windows)?;
+    let found = eval::evaluate(&mut Ctx::open(resolved.family), model, windows)?;
     Ok((found.tokens > 0).then(|| found.loss()))
 }
 
 /// A short text from the base with its new adapter.
 fn sampled(place: &Path, train: &TrainConfig) -> Result<String> {
     let (folder, tokenizer) = (ModelFolder::open(place)?, Tokenizer::open(place)?);
-    let (mut engine, _) = sample::open_engine(&Ctx::cpu(train.family), &folder, &tokenizer, None)?;
+    let (mut engine, _) = sample::open_engine(&Ctx::open(train.family), &folder, &tokenizer, None)?;
     let start = sample::settings::Generation::open(place)?.start(folder.config.vocab_size);
     sample::from_engine(&mut engine, &tokenizer, start.unwrap_or(tokenizer.end_of_text()))
 }

@@ -14,7 +14,7 @@ use crate::data::{self, Corpus, encoding::Invalid, place::Place};
 use crate::device;
 use crate::error::{Error, Result};
 use crate::model::config::GptConfig;
-use crate::ops::{gemm::Precision, simd::Family};
+use crate::ops::{gemm::Precision, gpu, simd::Family};
 use crate::preset::Preset;
 use crate::tokenizer::Tokenizer;
 use crate::trainer::fit::Plan;
@@ -265,6 +265,8 @@ pub(super) fn precision(preset: &Preset, family: Family) -> Precision {
     match preset.train.dtype.as_str() {
         "bf16" => Precision::Bf16,
         "f32" => Precision::F32,
+        // A GPU's products take f32.
+        _ if gpu::home().is_some() => Precision::F32,
         _ => Precision::fastest(family),
     }
 }

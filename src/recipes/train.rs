@@ -185,7 +185,7 @@ fn trainer(
         None => Gpt::random(&resolved.config, preset.train.seed)?,
     };
     model.recompute = preset.train.recompute;
-    let mut ctx = Ctx::cpu(config.family);
+    let mut ctx = Ctx::open(config.family);
     ctx.set_precision(plan::precision(preset, config.family));
     // Adapters have the dropout to themselves.
     let dropout = if model.adaptation().is_some() { 0.0 } else { preset.model.dropout };

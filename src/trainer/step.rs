@@ -70,6 +70,7 @@ impl Trainer {
             let dropout = Dropout::new(self.dropout, self.seed, self.step, micro as u64);
             let loss = objective.accumulate(&mut self.ctx, &self.model, batch, scale, dropout)?;
             self.scalars.add(&mut self.ctx, Scalar::Loss, &loss)?;
+            self.ctx.commit()?;
         }
         let gradients = self.gradients()?;
         gradient_norm::forward(&mut self.ctx, &gradients, self.scalars.tensor())?;

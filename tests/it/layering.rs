@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 const ALLOWED: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("files", &["error"]),
-    ("device", &["error"]),
+    ("device", &["error", "ops"]),
     ("random", &[]),
     ("ops", &["error", "random"]),
     ("tape", &["error", "ops"]),

@@ -8,6 +8,7 @@ mod products;
 mod record;
 mod sanitizers;
 mod scenes;
+mod selftest;
 mod signatures;
 mod training;
 mod translate;

@@ -110,9 +110,10 @@ const MUTANTS: &[Mutant] = &[
         "threadgroup_barrier(mem_flags::mem_threadgroup);\n    float top",
         "float top",
     ),
-    wrong("noise", "another position", "+ 1;\n    device const float* x", ";\n    device const float* x"),
+    wrong("noise", "another position", "lanes[2 * output.lane + 1] + 1", "lanes[2 * output.lane + 1]"),
     wrong("noise", "one token too many", "left -= found[1]", "left -= found[1] + 1"),
-    wrong("skinny", "no gain", "number(norm[", "1.0f + 0.0f * number(norm["),
+    wrong("skinny", "no gain", "v[i] = v[i] * gain[i];", "v[i] = v[i];"),
+    wrong("skinny", "wrong stride", "at += 256", "at += 512"),
     wrong("blocks", "the next row", "* n.row_bytes", "* (n.row_bytes + 1)"),
 ];
 

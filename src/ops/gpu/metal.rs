@@ -115,16 +115,6 @@ impl Metal {
         self.device.metal_device().as_ref()
     }
 
-    /// The GPU's name.
-    pub fn device_name(&self) -> String {
-        self.raw().name().to_string()
-    }
-
-    /// Bytes that the GPU works with well.
-    pub fn working_set(&self) -> u64 {
-        self.raw().recommendedMaxWorkingSetSize()
-    }
-
     fn library(&self, file: &'static str) -> Result<Library> {
         let mut libraries = self.libraries.lock();
         if let Some(library) = libraries.get(file) {
@@ -244,11 +234,6 @@ impl Metal {
         let raw = made.ok_or_else(|| Error::failed(format!("the GPU has no {bytes} bytes left")))?;
         Ok(MetalStorage::new(Arc::new(Buffer::new(raw)), self.device.clone(), count, dtype))
     }
-
-    /// Compiles kernels before they are needed.
-    pub fn prewarm(&self, kernels: &[(&'static Kernel, String)]) -> Result<()> {
-        autoreleasepool(|_| kernels.iter().try_for_each(|(kernel, name)| self.pipeline(kernel, name).map(drop)))
-    }
 }
 
 /// What candle's gemm declares at index 4.
@@ -317,6 +302,11 @@ impl Gpu for Metal {
         "metal"
     }
 
+    fn description(&self) -> String {
+        let raw = self.raw();
+        format!("{}, working set {} MiB", raw.name(), raw.recommendedMaxWorkingSetSize() >> 20)
+    }
+
     fn dispatch(&self, dispatch: &Dispatch) -> Result<()> {
         let Dispatch { kernel, dtype, form, args, numbers, groups } = *dispatch;
         autoreleasepool(|_| {
@@ -346,6 +336,10 @@ impl Gpu for Metal {
                 Ok(())
             })
         })
+    }
+
+    fn prepare(&self, functions: &[(&'static Kernel, String)]) -> Result<()> {
+        autoreleasepool(|_| functions.iter().try_for_each(|(kernel, name)| self.pipeline(kernel, name).map(drop)))
     }
 
     fn multiply(&self, product: &Product) -> Result<()> {

@@ -10,10 +10,36 @@ pub mod kernels;
 pub mod metal;
 pub mod sources;
 
+use std::sync::Arc;
+
 use candle_core::{DType, Tensor};
 
 use super::gemm::Store;
 use crate::error::{Error, Result};
+
+/// Why this process cannot have a GPU; `None` if it can.
+pub fn missing() -> Option<String> {
+    #[cfg(target_os = "macos")]
+    return metal::missing();
+    #[cfg(not(target_os = "macos"))]
+    Some("the only device of this build".into())
+}
+
+/// Starts the GPU of this process: from then on tensors lie in its memory, and `Ctx::open` hands ops to it.
+pub fn start() -> Result<()> {
+    #[cfg(target_os = "macos")]
+    return metal::start().map(drop);
+    #[cfg(not(target_os = "macos"))]
+    Err(Error::failed("this build has no GPU"))
+}
+
+/// The GPU that was started.
+pub fn home() -> Option<Arc<dyn Gpu>> {
+    #[cfg(target_os = "macos")]
+    return metal::home().map(|metal| Arc::clone(metal) as Arc<dyn Gpu>);
+    #[cfg(not(target_os = "macos"))]
+    None
+}
 
 /// What a kernel does with a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -272,10 +298,22 @@ pub struct Product<'a> {
 
 /// Who carries dispatches out.
 pub trait Gpu: Send + Sync {
+    /// `metal`, or what stands in for it.
     fn name(&self) -> &'static str;
+
+    /// What it is, for people: the name of the chip.
+    fn description(&self) -> String {
+        self.name().into()
+    }
 
     /// Hands a dispatch over. It need not have happened when this returns.
     fn dispatch(&self, dispatch: &Dispatch) -> Result<()>;
+
+    /// Compiles these functions before they are needed.
+    fn prepare(&self, functions: &[(&'static Kernel, String)]) -> Result<()> {
+        let _ = functions;
+        Ok(())
+    }
 
     /// A matrix product of training.
     fn multiply(&self, product: &Product) -> Result<()>;

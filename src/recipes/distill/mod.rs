@@ -20,6 +20,7 @@ use crate::engine::{RowSettings, Sampling};
 use crate::error::{Error, Result};
 use crate::files::atomic;
 use crate::model::gpt::Gpt;
+use crate::ops::ctx::Ctx;
 pub use crate::ops::distillation::{Divergence, Settings};
 use crate::ops::simd::Family;
 use crate::preset::Preset;
@@ -204,7 +205,7 @@ fn teacher_file(k: usize, teacher: &str, resolved: &Resolved) -> Result<TeacherF
 
 /// Prompts continued by the student at temperature 1, each to `seq` tokens.
 fn continued(model: &Gpt, prompts: Vec<Vec<u32>>, seq: usize, seed: u64, family: Family) -> Result<Vec<Vec<u32>>> {
-    let mut engine = sample::engine(model, WeightType::F32, family)?;
+    let mut engine = sample::engine(model, WeightType::F32, Ctx::open(family))?;
     let mut rows = prompts.clone();
     let jobs = prompts.into_iter().enumerate().map(|(row, prompt)| {
         let sampling = Sampling { temperature: 1.0, seed: seed.wrapping_add(row as u64), ..Sampling::default() };

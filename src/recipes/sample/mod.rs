@@ -517,9 +517,9 @@ fn verify(engine: &mut Engine, jobs: Vec<Job>, summary: &mut SampleSummary) -> R
 }
 
 /// An engine over a copy of a model's weights.
-pub fn engine(model: &Gpt, kind: WeightType, family: Family) -> Result<Engine> {
+pub fn engine(model: &Gpt, kind: WeightType, ctx: Ctx) -> Result<Engine> {
     let tensors = model.tensors()?;
-    Engine::new(Ctx::cpu(family), &model.config, kind, |name, _| {
+    Engine::new(ctx, &model.config, kind, |name, _| {
         let found = tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
         found.ok_or_else(|| Error::op("engine", "every weight of the model", format!("no {name}")))
     })
@@ -527,7 +527,7 @@ pub fn engine(model: &Gpt, kind: WeightType, family: Family) -> Result<Engine> {
 
 /// One short text from a model in training.
 pub fn from_model(model: &Gpt, family: Family, tokenizer: &Tokenizer, start: u32) -> Result<String> {
-    from_engine(&mut engine(model, WeightType::F32, family)?, tokenizer, start)
+    from_engine(&mut engine(model, WeightType::F32, Ctx::open(family))?, tokenizer, start)
 }
 
 /// One short text.

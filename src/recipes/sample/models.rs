@@ -59,7 +59,7 @@ impl Models {
             DraftChoice::Beside => beside(&place),
         };
         // Both work in turn, on the same threads: those of one would keep the cores from the other's.
-        let ctx = Ctx::cpu(family);
+        let ctx = Ctx::open(family);
         // A draft that does not fit is refused before the large model is loaded.
         let source = match (&draft_place, draft) {
             (Some(path), _) => {

@@ -167,6 +167,29 @@ impl DeviceWeight {
         Ok(Self { words: storage::tensor(words, len), format, rows, columns, row_bytes })
     }
 
+    /// What the weights stand for, (rows, columns), by candle's own reading of the formats: the reference of the kernels.
+    pub fn numbers(&self) -> Result<Vec<f32>> {
+        use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+        let dtype = match self.format {
+            DeviceFormat::F32 => GgmlDType::F32,
+            DeviceFormat::F16 => GgmlDType::F16,
+            DeviceFormat::Bf16 => GgmlDType::BF16,
+            DeviceFormat::Q8_0 => GgmlDType::Q8_0,
+            DeviceFormat::Q4_0 => GgmlDType::Q4_0,
+            DeviceFormat::Q4_1 => GgmlDType::Q4_1,
+            DeviceFormat::Q5_0 => GgmlDType::Q5_0,
+            DeviceFormat::Q5_1 => GgmlDType::Q5_1,
+            DeviceFormat::Q4K => GgmlDType::Q4K,
+            DeviceFormat::Q6K => GgmlDType::Q6K,
+        };
+        let words = storage::read::<u32>(OP, &self.words)?;
+        let bytes: Vec<u8> =
+            words.iter().flat_map(|word| word.to_le_bytes()).take(self.rows * self.row_bytes).collect();
+        let data = QStorage::from_data(bytes.into(), &candle_core::Device::Cpu, dtype)?;
+        let tensor = QTensor::new(data, (self.rows, self.columns))?.dequantize(&candle_core::Device::Cpu)?;
+        Ok(storage::read::<f32>(OP, &tensor)?.to_vec())
+    }
+
     pub fn bytes(&self) -> usize {
         self.words.elem_count() * 4
     }

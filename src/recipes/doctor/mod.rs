@@ -1,5 +1,7 @@
 //! `gpt doctor`: what sampling from a checkpoint needs of this machine, and whether it is there.
 
+pub mod metal;
+
 use std::path::PathBuf;
 
 use super::report::Report;
@@ -72,7 +74,7 @@ pub fn run(config: &DoctorConfig, report: &mut dyn Report) -> Result<Diagnosis> 
     let locked = config.lock_memory.then(|| models.engines().iter().all(|engine| engine.lock_memory().is_ok()));
     Ok(Diagnosis {
         checkpoint: models.place.clone(),
-        device: "cpu",
+        device: config.device.kind.name(),
         reason: config.device.reason.clone(),
         kernels: config.family.name(),
         threads: rayon::current_num_threads(),
