@@ -145,7 +145,7 @@ impl Gpt {
     pub fn head(&self, ctx: &mut Ctx) -> Result<Whole<'_>> {
         Ok(match &self.head_lora {
             Some(lora) => Whole::Made(lora.merged(ctx, &self.head)?),
-            None => self.head.whole(ctx),
+            None => self.head.whole(ctx)?,
         })
     }
 

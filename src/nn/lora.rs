@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::nn::dropout::Dropout;
 use crate::nn::parameter::{Parameter, Part, Role};
 use crate::ops::ctx::{Ctx, Value};
-use crate::ops::{dropout, lora, storage};
+use crate::ops::{dropout, lora};
 use crate::random::{Purpose, Stream};
 
 /// A projection that can be corrected, as flags name it.
@@ -158,14 +158,8 @@ impl Lora {
 
     /// A weight with the correction added, whole: for a head, whose op needs it so.
     pub fn merged(&self, ctx: &mut Ctx, weight: &Parameter) -> Result<Value> {
-        let whole = weight.whole(ctx);
-        let (a, b) = (self.a.master(), self.b.master());
-        let ((out, input), mut merged) = (whole.dims2()?, ctx.vec::<f32>(whole.elem_count()));
-        let from = storage::read::<f32>("lora", &whole)?;
-        let numbers = (&*storage::read::<f32>("lora", a)?, &*storage::read::<f32>("lora", b)?);
-        self.factors().correct(ctx.family(), numbers, (0..out, 0..input), Some((&from, input)), &mut merged);
-        drop(from);
-        Ok(ctx.value(merged, (out, input)))
+        let whole = weight.whole(ctx)?;
+        lora::corrected(ctx, &whole, self.factors())
     }
 
     /// The mask for the input of A, if anything is dropped there.

@@ -141,15 +141,11 @@ impl Parameter {
     }
 
     /// The weight in f32.
-    pub fn whole(&self, ctx: &Ctx) -> Whole<'_> {
-        match &self.numbers {
+    pub fn whole(&self, ctx: &mut Ctx) -> Result<Whole<'_>> {
+        Ok(match &self.numbers {
             Numbers::Dense(tensor) => Whole::Own(tensor),
-            Numbers::Blocks(blocks) => {
-                let mut numbers = ctx.vec(blocks.rows() * blocks.columns());
-                blocks.unpack(ctx.family(), &mut numbers);
-                Whole::Made(ctx.value(numbers, (blocks.rows(), blocks.columns())))
-            }
-        }
+            Numbers::Blocks(blocks) => Whole::Made(blocks.numbers(ctx)?),
+        })
     }
 
     /// The elements of the weight.

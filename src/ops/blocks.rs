@@ -4,9 +4,14 @@
 //! which keeps blocks in panels, and, as whole rows, by frozen weights of training. The rounding is that of ggml's reference quantisers, so that a weight quantised here has the
 //! value that llama.cpp would give it.
 
+use std::sync::OnceLock;
+
+use candle_core::DType;
 use half::f16;
 use rayon::prelude::*;
 
+use super::ctx::{Ctx, Value};
+use super::decode::gpu::weight::{self, DeviceWeight};
 use super::simd::{Family, simd_fn};
 use crate::error::{Error, Result};
 
@@ -122,6 +127,8 @@ pub struct BlockMatrix {
     format: Format,
     columns: usize,
     data: Vec<u8>,
+    /// The same bytes where a GPU reads them, once one has asked.
+    device: OnceLock<DeviceWeight>,
 }
 
 impl BlockMatrix {
@@ -147,7 +154,7 @@ impl BlockMatrix {
                 _ => (0..BLOCK / 2).for_each(|i| body[i] = q[i] | q[i + BLOCK / 2] << 4),
             }
         });
-        Ok(Self { format, columns, data })
+        Ok(Self { format, columns, data, device: OnceLock::new() })
     }
 
     fn block_bytes(format: Format) -> usize {
@@ -168,6 +175,27 @@ impl BlockMatrix {
 
     pub fn as_bytes(&self) -> &[u8] {
         &self.data
+    }
+
+    /// The bytes where a GPU reads them.
+    pub fn device(&self) -> Result<&DeviceWeight> {
+        if let Some(weight) = self.device.get() {
+            return Ok(weight);
+        }
+        let weight = DeviceWeight::from_bytes(self.format.into(), self.rows(), self.columns, &self.data)?;
+        Ok(self.device.get_or_init(|| weight))
+    }
+
+    /// All numbers (rows, columns).
+    pub fn numbers(&self, ctx: &mut Ctx) -> Result<Value> {
+        if !ctx.has_gpu() {
+            let mut numbers = ctx.vec(self.rows() * self.columns);
+            self.unpack(ctx.family(), &mut numbers);
+            return Ok(ctx.value(numbers, (self.rows(), self.columns)));
+        }
+        let y = ctx.output(DType::F32, (self.rows(), self.columns))?;
+        weight::dequantise(ctx, self.device()?, &y)?;
+        Ok(y)
     }
 
     /// The numbers of row `i`.

@@ -3,11 +3,12 @@
 //! The backward gives each task a band of table rows and sums the tokens of a row in their order, so the result is the
 //! same at every thread count.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::add;
 use super::ctx::{Ctx, Value};
+use super::decode::gpu::weight;
 use super::gemm::Store;
 use super::gpu::{Arg, kernels};
 use super::linear::Weight;
@@ -28,6 +29,12 @@ pub fn forward(ctx: &mut Ctx, table: Weight, ids: &[u32]) -> Result<Value> {
     let (rows, columns) = table.dims()?;
     check(ids, rows)?;
     ctx.launch(4 * ids.len() * columns);
+    if let (true, Weight::Blocks(blocks)) = (ctx.has_gpu(), table) {
+        let (y, n) = (ctx.output(DType::F32, (ids.len(), columns))?, ids.len());
+        let ids = ctx.upload(ids, n);
+        weight::embed(ctx, blocks.device()?, &ids, n, &y)?;
+        return Ok(y);
+    }
     if let (true, Weight::Dense { tensor, .. }) = (ctx.has_gpu(), table) {
         let (ids, n) = (ctx.upload(ids, ids.len()), ids.len());
         let y = ctx.output(tensor.dtype(), (n, columns))?;

@@ -10,7 +10,7 @@ use super::blocks::BlockMatrix;
 use super::ctx::{Ctx, Value};
 use super::gemm::{Kept, Made, Matrix, Side, Store, gemm, gemm_made};
 use super::gpu::{self, Arg, Product};
-use super::lora::Factors;
+use super::lora::{self, Factors};
 use super::simd::Family;
 use super::storage::{self, Read};
 use crate::error::{Error, Result};
@@ -181,8 +181,9 @@ pub fn forward(
     if let Some(residual) = residual.filter(|r| r.dims() != [n, out]) {
         return Err(Error::op("linear", format!("a residual of ({n}, {out})"), format!("{:?}", residual.dims())));
     }
-    if let (true, Weight::Dense { tensor, .. }, None) = (ctx.has_gpu(), weight, &side) {
+    if ctx.has_gpu() {
         ctx.launch(weight.bytes()?);
+        let tensor = &dense_gpu(ctx, weight)?;
         let y = ctx.output(x.dtype(), (n, out))?;
         let (a, b) = (gpu::Matrix::new(x, n, k), gpu::Matrix::new(tensor, out, k).t());
         ctx.multiply(&Product { a, b, c: Arg::write(&y) })?;
@@ -213,8 +214,9 @@ pub fn backward_input(
     side: Option<Side>,
 ) -> Result<()> {
     let (n, out) = dy.dims2()?;
-    if let (true, Weight::Dense { tensor, .. }, None) = (ctx.has_gpu(), weight, &side) {
+    if ctx.has_gpu() {
         ctx.launch(weight.bytes()?);
+        let tensor = &dense_gpu(ctx, weight)?;
         let b = gpu::Matrix::new(tensor, out, weight.dims()?.1);
         return product_gpu(ctx, gpu::Matrix::new(dy, n, out), b, dx);
     }
@@ -234,6 +236,28 @@ pub fn backward_weight(ctx: &mut Ctx, dy: &Tensor, x: &Tensor, dweight: (&Tensor
     let mut to = storage::write::<f32>("linear", dweight.0)?;
     gemm(ctx, Matrix::new(&dy, n, out).t(), Matrix::new(&x, n, k), &mut to, dweight.1);
     Ok(())
+}
+
+/// A weight as a GPU's products take it, whole, with what was made for that.
+struct Dense(Tensor, #[allow(dead_code)] Option<Value>);
+
+impl std::ops::Deref for Dense {
+    type Target = Tensor;
+    fn deref(&self) -> &Tensor {
+        &self.0
+    }
+}
+
+fn dense_gpu(ctx: &mut Ctx, weight: Weight) -> Result<Dense> {
+    let made = match weight {
+        Weight::Dense { tensor, .. } => return Ok(Dense(tensor.clone(), None)),
+        Weight::Blocks(blocks) => blocks.numbers(ctx)?,
+        Weight::Corrected(weight, factors) => {
+            let base = dense_gpu(ctx, *weight)?;
+            lora::corrected(ctx, &base, factors)?
+        }
+    };
+    Ok(Dense((*made).clone(), Some(made)))
 }
 
 /// The product of a and b on a GPU, stored or added.

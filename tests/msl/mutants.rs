@@ -112,6 +112,8 @@ const MUTANTS: &[Mutant] = &[
     ),
     wrong("noise", "another position", "lanes[2 * output.lane + 1] + 1", "lanes[2 * output.lane + 1]"),
     wrong("noise", "one token too many", "left -= found[1]", "left -= found[1] + 1"),
+    wrong("lora", "another part", "j / n.rank == places[2 * column + 1]", "j / n.rank == 0"),
+    wrong("lora", "set where it is to be added", "n.scale * dspread[at], n.add", "n.scale * dspread[at], 0"),
     wrong("skinny", "no gain", "v[i] = v[i] * gain[i];", "v[i] = v[i];"),
     wrong("skinny", "wrong stride", "at += 256", "at += 512"),
     wrong("blocks", "the next row", "* n.row_bytes", "* (n.row_bytes + 1)"),

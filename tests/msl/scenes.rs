@@ -8,15 +8,19 @@ use gpt::nn::attention::Layout;
 use gpt::nn::cache::{CacheSettings, CacheType, Quantization};
 use gpt::ops::ctx::Ctx;
 use gpt::ops::decode::gpu::weight::{self, DeviceFormat, DeviceWeight, Normed};
-use gpt::ops::distillation::{self, Divergence, Teacher};
 use gpt::ops::gemm::Store;
-use gpt::ops::{add, cross_entropy::Wanted, embedding, linear::Weight, storage};
+use gpt::ops::simd::Family;
+use gpt::ops::{add, embedding, linear::Weight, rms_norm, storage};
 use gpt::random::{Purpose, Stream};
+use gpt::recipes::doctor::metal::{self, Scale};
 use gpt::trainer::objective::NextToken;
 use gpt::trainer::optimizer::{Kind, Settings};
 use gpt::trainer::step::{StepRecord, Trainer};
 
 use super::decode;
+
+/// The self-test's smallest.
+pub const SMALL: Scale = Scale { rows: 20, channels: 256, vocab: 300, tokens: 3, repeats: 1 };
 
 pub fn numbers(salt: u64, len: usize) -> Vec<f32> {
     let stream = Stream::new(17, Purpose::Test);
@@ -31,8 +35,8 @@ pub fn tensor(salt: u64, shape: &[usize]) -> candle_core::Tensor {
 pub fn play(ctx: &dyn Fn() -> Ctx) {
     train(ctx(), Kind::Adamw, (ModelType::Qwen3, Some(5)), 2);
     train(ctx(), Kind::Muon, (ModelType::Llama, None), 1);
-    distil(&mut ctx());
     elements(&mut ctx());
+    metal::checks(&mut Ctx::cpu(Family::detect()), &ctx(), SMALL);
     DeviceFormat::ALL.into_iter().for_each(|format| products(&mut ctx(), format));
     write(ctx);
 }
@@ -73,23 +77,6 @@ pub fn train(
     (records, weights)
 }
 
-fn distil(ctx: &mut Ctx) {
-    let (n, c, v) = (5, 16, 70);
-    let (x, head, hidden) = (tensor(1, &[n, c]), tensor(2, &[v, c]), tensor(3, &[n, c]));
-    let targets = [3, 69, u32::MAX, 0, 12];
-    for divergence in [Divergence::Forward, Divergence::Reverse, Divergence::JensenShannon] {
-        let settings = distillation::Settings { divergence, temperature: 2.0, alpha: 0.7 };
-        let slot = tensor(4, &[v, c]);
-        let wanted = Wanted::InputAndHead(&slot, Store::Set);
-        let teacher = Teacher::Model { x: &hidden, weight: &head };
-        distillation::forward(ctx, (&x, &head), teacher, &targets, (settings, 0.2), wanted).unwrap();
-        let ids: Vec<u32> = (0..n as u32).flat_map(|row| [row, row + 9, 40]).collect();
-        let logprobs = vec![0.2f32.ln(); 3 * n];
-        let teacher = Teacher::Top { k: 3, ids: &ids, logprobs: &logprobs };
-        distillation::forward(ctx, (&x, &head), teacher, &targets, (settings, 0.2), wanted).unwrap();
-    }
-}
-
 /// What no step of training does at these sizes.
 fn elements(ctx: &mut Ctx) {
     let (x, y) = (tensor(1, &[5, 60]), tensor(2, &[5, 60]));
@@ -99,10 +86,16 @@ fn elements(ctx: &mut Ctx) {
     let ids = [6, 0, 6, 6, 2];
     embedding::forward(ctx, Weight::Dense { tensor: &table, kept: None }, &ids).unwrap();
     embedding::backward(ctx, &ids, &y, (&table, Store::Set)).unwrap();
+    // More rows than a block of the gain's gradient.
+    let (x, dy, weight) = (tensor(4, &[70, 6]), tensor(5, &[70, 6]), tensor(6, &[6]));
+    let (_, rstd) = rms_norm::forward(ctx, &x, &weight, 1e-3).unwrap();
+    let (dx, dweight) = (tensor(7, &[70, 6]), tensor(8, &[6]));
+    let saved = rms_norm::Saved { x: &x, weight: &weight, rstd: &rstd };
+    rms_norm::backward(ctx, saved, &dy, (&dx, Store::Set), Some((&dweight, Store::Set))).unwrap();
 }
 
 fn products(ctx: &mut Ctx, format: DeviceFormat) {
-    let (k, outputs) = (256, 19);
+    let (k, outputs) = (512, 19);
     let bytes: Vec<u8> = match format {
         DeviceFormat::F32 => numbers(5, outputs * k).iter().flat_map(|x| x.to_le_bytes()).collect(),
         DeviceFormat::F16 => {

@@ -6,11 +6,10 @@ use std::sync::Arc;
 use gpt::ops::ctx::Ctx;
 use gpt::ops::gpu::kernels::ALL;
 use gpt::ops::simd::Family;
-use gpt::recipes::doctor::metal::{Scale, checks};
+use gpt::recipes::doctor::metal::checks;
 
 use super::emulator::{Emulator, available};
-
-const SMALL: Scale = Scale { rows: 20, channels: 256, vocab: 300, tokens: 3, repeats: 1 };
+use super::scenes::SMALL;
 
 #[test]
 fn the_self_test_passes_and_leaves_no_kernel_out() {

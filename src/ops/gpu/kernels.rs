@@ -154,4 +154,15 @@ kernels! {
     /// Rows of a weight as f32.
     EMBED_BLOCKS = "blocks" "embed_blocks" NONE FORMATS 128
         (weights: Read Bytes, ids: Read U32, y: Write F32) [columns: U32, row_bytes: U32];
+
+    /// B over a layer's outputs.
+    LORA_SPREAD = "lora" "lora_spread" NONE ONE 256
+        (b: Read F32, places: Read U32, spread: Write F32) [count: U32, ranks: U32, rank: U32];
+    LORA_GATHER = "lora" "lora_gather" NONE ONE 256
+        (dspread: Read F32, places: Read U32, db: Update F32)
+        [count: U32, ranks: U32, rank: U32, scale: F32, add: U32];
+    /// w + scale p.
+    LORA_MERGE = "lora" "lora_merge" NONE ONE 256
+        (w: Read F32, p: Read F32, merged: Write F32) [count: U32, scale: F32];
+    LORA_SCALE = "lora" "lora_scale" NONE ONE 256 (x: Read F32, to: Update F32) [count: U32, scale: F32, add: U32];
 }

@@ -20,6 +20,7 @@ pub const FILES: &[(&str, &str)] = sources![
     "embedding",
     "gradient_norm",
     "guard",
+    "lora",
     "muon",
     "noise",
     "page",

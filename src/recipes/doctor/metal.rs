@@ -23,6 +23,7 @@ use crate::ops::gemm::Store;
 use crate::ops::guard::{self, Guard};
 use crate::ops::heads::Heads;
 use crate::ops::linear::{self, Weight};
+use crate::ops::lora::{self, Factors, Segment};
 use crate::ops::scalars::{Scalar, Scalars};
 use crate::ops::simd::Family;
 use crate::ops::{adamw, add, embedding, gradient_norm, muon, rms_norm, rotary, storage, swiglu};
@@ -141,6 +142,7 @@ fn all() -> Vec<(String, f64, Box<Body>)> {
         ("swiglu".into(), CLOSE, Box::new(gates)),
         ("dropout".into(), 0.0, Box::new(drops)),
         ("linear (candle's products)".into(), CLOSE, Box::new(products)),
+        ("lora".into(), CLOSE, Box::new(corrections)),
         ("cross_entropy".into(), CLOSE, Box::new(losses)),
         ("adamw, gradient_norm, guard".into(), CLOSE, Box::new(|ctx, scale| steps(ctx, scale, false))),
         // Five products of nearly orthogonal matrices after one another.
@@ -248,6 +250,23 @@ fn products(ctx: &mut Ctx, scale: Scale) -> Result<Outputs> {
     linear::backward_input(ctx, &dy, dense, (&dx, Store::Add), None)?;
     linear::backward_weight(ctx, &dy, &x, (&dweight, Store::Set))?;
     Ok(vec![values(&y)?, values(&dx)?, values(&dweight)?])
+}
+
+fn corrections(ctx: &mut Ctx, scale: Scale) -> Result<Outputs> {
+    let (n, k, rank) = (scale.rows.min(256), scale.channels, 8);
+    let out = 2 * k;
+    // Two parts of three are corrected.
+    let segments = &[Segment { columns: 0..k, rows: 0..k }, Segment { columns: k + k / 2..out, rows: k..k + k / 2 }];
+    let (a, b) = (tensor(1, &[2 * rank, k]), tensor(2, &[k + k / 2, rank]));
+    let factors = Factors { a: &a, b: &b, segments, scale: 0.5 };
+    let (x, weight, dy) = (tensor(3, &[n, k]), tensor(4, &[out, k]), tensor(5, &[n, out]));
+    let dense = Weight::Dense { tensor: &weight, kept: None };
+    let merged = Weight::Corrected(&dense, factors);
+    let (y, u) = lora::layer_forward(ctx, &x, merged, None, factors)?;
+    let (dx, da, db) = (tensor(6, &[n, k]), tensor(7, &[2 * rank, k]), tensor(8, &[k + k / 2, rank]));
+    let du = lora::layer_backward_input(ctx, &dy, merged, factors, (&dx, Store::Set))?;
+    lora::backward(ctx, (&x, &u), (&dy, &du), factors, (&da, Store::Set), (&db, Store::Add))?;
+    Ok(vec![values(&y)?, values(&dx)?, values(&da)?, values(&db)?])
 }
 
 fn losses(ctx: &mut Ctx, scale: Scale) -> Result<Outputs> {

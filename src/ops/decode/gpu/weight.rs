@@ -110,6 +110,7 @@ impl From<WeightType> for DeviceFormat {
 }
 
 /// A weight (rows, columns).
+#[derive(Debug)]
 pub struct DeviceWeight {
     /// The rows, one after the other, and what is missing to whole words.
     pub words: Tensor,

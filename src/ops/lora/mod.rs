@@ -9,6 +9,8 @@
 //! Operations for N rows: u, du, dA and dB, 4 N r (in + out) in all, and 4 r in out for merging twice; the layer itself has
 //! 4 N in out.
 
+mod gpu;
+
 use std::ops::Range;
 
 use candle_core::Tensor;
@@ -101,6 +103,20 @@ impl Factors<'_> {
     }
 }
 
+/// A whole dense weight (out, in) with the correction added.
+pub fn corrected(ctx: &mut Ctx, weight: &Tensor, factors: Factors) -> Result<Value> {
+    let (out, input) = weight.dims2()?;
+    factors.check((out, input))?;
+    if ctx.has_gpu() {
+        return gpu::corrected(ctx, weight, factors);
+    }
+    let mut merged = ctx.vec::<f32>(out * input);
+    let from = storage::read::<f32>(OP, weight)?;
+    let (a, b) = (storage::read::<f32>(OP, factors.a)?, storage::read::<f32>(OP, factors.b)?);
+    factors.correct(ctx.family(), (&a, &b), (0..out, 0..input), Some((&from, input)), &mut merged);
+    Ok(ctx.value(merged, (out, input)))
+}
+
 /// A layer's product with a weight that has the correction in it, and u = x A^T (N, S r), which the backward needs.
 pub fn layer_forward(
     ctx: &mut Ctx,
@@ -110,6 +126,9 @@ pub fn layer_forward(
     factors: Factors,
 ) -> Result<(Value, Value)> {
     let (input, rank) = factors.sizes(weight.dims()?.0)?;
+    if ctx.has_gpu() {
+        return gpu::layer_forward(ctx, x, weight, residual, factors);
+    }
     let (n, ranks) = (x.dims2()?.0, rank * factors.segments.len());
     let a = storage::read::<f32>(OP, factors.a)?;
     let mut u = ctx.vec(n * ranks);
@@ -126,13 +145,21 @@ pub fn layer_backward_input(
     factors: Factors,
     dx: (&Tensor, Store),
 ) -> Result<Value> {
+    if ctx.has_gpu() {
+        linear::backward_input(ctx, dy, weight, dx, None)?;
+        return gpu::outer(ctx, dy, factors);
+    }
     outer(ctx, dy, factors, |ctx, side| linear::backward_input(ctx, dy, weight, dx, Some(side)))
 }
 
 /// du alone, for a layer whose x needs no gradient.
 pub fn backward_outer(ctx: &mut Ctx, dy: &Tensor, factors: Factors) -> Result<Value> {
-    let read = storage::read::<f32>(OP, dy)?;
     let (n, out) = dy.dims2()?;
+    if ctx.has_gpu() {
+        factors.sizes(out)?;
+        return gpu::outer(ctx, dy, factors);
+    }
+    let read = storage::read::<f32>(OP, dy)?;
     outer(ctx, dy, factors, |ctx, Side { matrix, to }| {
         gemm::gemm(ctx, Matrix::new(&read, n, out), matrix, to, Store::Set);
         Ok(())
@@ -175,8 +202,11 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, factors: Factors, y: &Tensor) -> Resul
             format!("{:?}, {:?}", x.dims(), y.dims()),
         ));
     }
+    ctx.launch(4 * (factors.a.elem_count() + factors.b.elem_count()));
+    if ctx.has_gpu() {
+        return gpu::forward(ctx, x, factors, y);
+    }
     let (a, b) = (storage::read::<f32>(OP, factors.a)?, storage::read::<f32>(OP, factors.b)?);
-    ctx.launch(4 * (a.len() + b.len()));
     let (x, mut y) = (storage::read::<f32>(OP, x)?, storage::write::<f32>(OP, y)?);
     let ranks = rank * factors.segments.len();
     let mut u = ctx.vec(n * ranks);
@@ -213,16 +243,19 @@ pub fn backward(
 ) -> Result<()> {
     let (n, out) = dy.dims2()?;
     let (input, rank) = factors.sizes(out)?;
-    let (x, u) = (storage::read::<f32>(OP, x)?, storage::read::<f32>(OP, u)?);
-    let (dy, du) = (storage::read::<f32>(OP, dy)?, storage::read::<f32>(OP, du)?);
-    let (mut da, mut db) = (storage::write::<f32>(OP, da)?, storage::write::<f32>(OP, db)?);
     let (ranks, rows) = (rank * factors.segments.len(), factors.b.dims()[0]);
-    if (x.len(), u.len(), du.len(), da.len(), db.len()) != (n * input, n * ranks, n * ranks, ranks * input, rows * rank)
-    {
-        let found = format!("x {}, u {}, du {}, da {}, db {}", x.len(), u.len(), du.len(), da.len(), db.len());
+    let found = [x, u, du, da, db].map(Tensor::elem_count);
+    if found != [n * input, n * ranks, n * ranks, ranks * input, rows * rank] {
+        let found = format!("x, u, du, da, db of {found:?}");
         return Err(Error::op(OP, format!("gradients for {n} rows"), found));
     }
     ctx.launch(0);
+    if ctx.has_gpu() {
+        return gpu::backward(ctx, (x, u), (dy, du), factors, (da, a_store), (db, b_store));
+    }
+    let (x, u) = (storage::read::<f32>(OP, x)?, storage::read::<f32>(OP, u)?);
+    let (dy, du) = (storage::read::<f32>(OP, dy)?, storage::read::<f32>(OP, du)?);
+    let (mut da, mut db) = (storage::write::<f32>(OP, da)?, storage::write::<f32>(OP, db)?);
     let (x, dy) = (Matrix::new(&x, n, input), Matrix::new(&dy, n, out));
     // Of each block of rows, its own dA, and dB^T of each segment.
     let (size, family) = (da.len() + db.len(), ctx.family());
@@ -294,8 +327,11 @@ pub fn backward_input(ctx: &mut Ctx, du: &Tensor, factors: Factors, (dx, store):
     if ranks != rows {
         return Err(Error::op(OP, format!("du of ({n}, {rows})"), format!("{:?}", du.dims())));
     }
+    ctx.launch(4 * factors.a.elem_count());
+    if ctx.has_gpu() {
+        return gpu::backward_input(ctx, du, factors, (dx, store));
+    }
     let (du, a) = (storage::read::<f32>(OP, du)?, storage::read::<f32>(OP, factors.a)?);
-    ctx.launch(4 * a.len());
     let scaled = times(ctx, &du, factors.scale);
     let mut dx = storage::write::<f32>(OP, dx)?;
     gemm_columns(ctx, Matrix::new(&scaled, n, ranks), Matrix::new(&a, ranks, input), (&mut dx, input, 0), store);
@@ -316,8 +352,11 @@ pub fn backward_merged(
     if columns != input || factors.segments.len() != 1 || factors.segments[0].rows != (0..out) {
         return Err(Error::op(OP, format!("one part of ({out}, {input})"), format!("{:?}", factors.segments)));
     }
+    ctx.launch(4 * (factors.a.elem_count() + factors.b.elem_count()));
+    if ctx.has_gpu() {
+        return gpu::backward_merged(ctx, factors, dweight, (da, a_store), (db, b_store));
+    }
     let (a, b) = (storage::read::<f32>(OP, factors.a)?, storage::read::<f32>(OP, factors.b)?);
-    ctx.launch(4 * (a.len() + b.len()));
     let (a, b) = (times(ctx, &a, factors.scale), times(ctx, &b, factors.scale));
     let dweight = storage::read::<f32>(OP, dweight)?;
     let dweight = Matrix::new(&dweight, out, input);
