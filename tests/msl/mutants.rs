@@ -76,6 +76,43 @@ const MUTANTS: &[Mutant] = &[
         "end = min(first + PIECE, n.count - 1)",
     ),
     wrong("guard", "clips nothing", "norm > n.max_norm ? n.max_norm / norm : 1.0f", "norm > n.max_norm ? 1.0f : 1.0f"),
+    wrong(
+        "attention",
+        "a window that is one too wide",
+        "t + 1 > n.window ? t + 1 - n.window : 0",
+        "t > n.window ? t - n.window : 0",
+    ),
+    wrong("attention", "no delta", "p[i] * (row[c] - own.delta)", "p[i] * row[c]"),
+    race(
+        "attention",
+        "keys that are not there yet",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);\n        multiply_rows<D, R>(queries, keys, scores);\n        float factor",
+        "multiply_rows<D, R>(queries, keys, scores);\n        float factor",
+    ),
+    race(
+        "attention",
+        "keys that are overwritten too early",
+        "add_rows<D, R>(scores, values, sums);\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "add_rows<D, R>(scores, values, sums);",
+    ),
+    race(
+        "attention",
+        "queries that are overwritten too early",
+        "add_rows<D, R>(scores, queries, dkeys);\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "add_rows<D, R>(scores, queries, dkeys);",
+    ),
+    race(
+        "attention",
+        "a diagonal that is not there yet",
+        "simdgroup_barrier(mem_flags::mem_threadgroup);\n            scale_rows",
+        "scale_rows",
+    ),
+    wrong(
+        "attention",
+        "wrong stride",
+        "tile + j * 8 * (D + PAD) + i * 8, D + PAD);",
+        "tile + j * 8 * (D + PAD) + i * 8, D);",
+    ),
     wrong("page", "the next slot", "slot = position % 64", "slot = (position + 1) % 64"),
     wrong(
         "page",

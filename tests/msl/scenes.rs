@@ -6,9 +6,11 @@ use gpt::model::config::ModelType;
 use gpt::model::gpt::{Batch, Gpt, random_weights};
 use gpt::nn::attention::Layout;
 use gpt::nn::cache::{CacheSettings, CacheType, Quantization};
+use gpt::ops::attention::{self, Attention};
 use gpt::ops::ctx::Ctx;
 use gpt::ops::decode::gpu::weight::{self, DeviceFormat, DeviceWeight, Normed};
 use gpt::ops::gemm::Store;
+use gpt::ops::heads::Heads;
 use gpt::ops::simd::Family;
 use gpt::ops::{add, embedding, linear::Weight, rms_norm, storage};
 use gpt::random::{Purpose, Stream};
@@ -36,6 +38,8 @@ pub fn play(ctx: &dyn Fn() -> Ctx) {
     train(ctx(), Kind::Adamw, (ModelType::Qwen3, Some(5)), 2);
     train(ctx(), Kind::Muon, (ModelType::Llama, None), 1);
     elements(&mut ctx());
+    attend(&mut ctx(), (20, 70), Some(33));
+    attend(&mut ctx(), (40, 37), None);
     metal::checks(&mut Ctx::cpu(Family::detect()), &ctx(), SMALL);
     DeviceFormat::ALL.into_iter().for_each(|format| products(&mut ctx(), format));
     write(ctx);
@@ -92,6 +96,18 @@ fn elements(ctx: &mut Ctx) {
     let (dx, dweight) = (tensor(7, &[70, 6]), tensor(8, &[6]));
     let saved = rms_norm::Saved { x: &x, weight: &weight, rstd: &rstd };
     rms_norm::backward(ctx, saved, &dy, (&dx, Store::Set), Some((&dweight, Store::Set))).unwrap();
+}
+
+/// Two documents in each of two sequences.
+fn attend(ctx: &mut Ctx, (dim, seq): (usize, usize), window: Option<usize>) {
+    let heads = Heads { attention: 2, key_value: 1, dim };
+    let starts: Vec<u32> = (0..2 * seq).map(|i| if i % seq < 31 { 0 } else { 31 }).collect();
+    let shape = Attention { batch: 2, seq, heads, window, starts: Some(&starts) };
+    let (qkv, dout) = (tensor(1, &[2 * seq, heads.qkv_size()]), tensor(2, &[2 * seq, heads.attention_size()]));
+    let (out, lse) = attention::forward(ctx, &qkv, shape).unwrap();
+    let dqkv = tensor(3, &[2 * seq, heads.qkv_size()]);
+    let saved = attention::Saved { qkv: &qkv, out: &out, lse: &lse };
+    attention::backward(ctx, saved, &dout, shape, (&dqkv, Store::Set)).unwrap();
 }
 
 fn products(ctx: &mut Ctx, format: DeviceFormat) {

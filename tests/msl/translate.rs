@@ -144,7 +144,8 @@ pub fn read(source: &str) -> Source {
 fn rewrite(text: &str) -> String {
     let text = regex(r"\bkernel\s+void\b").replace_all(text, "void").into_owned();
     let text = regex(r"(?s)\[\[.*?\]\]").replace_all(&text, "").into_owned();
-    let text = regex(r"(?m)^(\s*)threadgroup\s+([^;(){}*&=]+;)").replace_all(&text, "${1}MSL_SHARED $2").into_owned();
+    let shared = regex(r"(?m)^(\s*)threadgroup\s+(\w+\s+(\w+)\[[^;(){}&=]+\];)");
+    let text = shared.replace_all(&text, "${1}MSL_SHARED $2 MSL_POISON($3)").into_owned();
     let text = regex(r"\bthreadgroup\b").replace_all(&text, "").into_owned();
     let vectors = r"\b((?:float|half|int|uint|short|ushort|char|uchar|long|ulong)[234])\s*\(";
     regex(vectors).replace_all(&text, "msl::make<$1>(").into_owned()

@@ -68,17 +68,32 @@ impl Case {
     }
 
     fn run(&self, ctx: &mut Ctx, start: Option<f32>) -> Results {
+        self.run_in(ctx, DType::F32, start)
+    }
+
+    /// `run` with tensors of another type than f32, which only a GPU takes.
+    fn run_in(&self, ctx: &mut Ctx, dtype: DType, start: Option<f32>) -> Results {
         let (n, heads) = (self.rows(), self.shape.heads);
         poison(ctx, &[n * heads.attention_size(), n * heads.attention]);
-        let qkv = tensor(self.qkv.clone(), &[n, heads.qkv_size()]);
+        let of = |values: Vec<f32>, columns: usize| tensor(values, &[n, columns]).to_dtype(dtype).unwrap();
+        let qkv = of(self.qkv.clone(), heads.qkv_size());
         let (out, lse) = attention::forward(ctx, &qkv, self.shape()).unwrap();
         assert_eq!((out.dims(), lse.dims()), (&[n, heads.attention_size()][..], &[n * heads.attention][..]));
-        let dqkv = tensor(vec![start.unwrap_or(f32::NAN); self.qkv.len()], &[n, heads.qkv_size()]);
+        let dqkv = of(vec![start.unwrap_or(f32::NAN); self.qkv.len()], heads.qkv_size());
         let store = if start.is_some() { Store::Add } else { Store::Set };
-        let dout = tensor(self.dout.clone(), &[n, heads.attention_size()]);
+        let dout = of(self.dout.clone(), heads.attention_size());
         let saved = Saved { qkv: &qkv, out: &out, lse: &lse };
         attention::backward(ctx, saved, &dout, self.shape(), (&dqkv, store)).unwrap();
-        [values(&out), values(&lse), values(&dqkv)]
+        [&*out, &*lse, &dqkv].map(|t| values(&t.to_dtype(DType::F32).unwrap()))
+    }
+
+    /// The same with inputs that `dtype` can hold.
+    fn rounded(mut self, dtype: DType) -> Self {
+        for numbers in [&mut self.qkv, &mut self.dout] {
+            let rounded = tensor(numbers.clone(), &[numbers.len()]).to_dtype(dtype).unwrap();
+            *numbers = values(&rounded.to_dtype(DType::F32).unwrap());
+        }
+        self
     }
 
     /// The output and the gradient by candle's autograd on plain f64 ops.
@@ -126,6 +141,65 @@ fn agrees_with_the_reference_and_with_autograd() {
                 assert_close(&what, &found[0], &autograd_out, 3e-6);
                 assert_close(&format!("{what}: lse"), &found[1], &narrowed(&lse), 1e-6);
                 assert_close(&format!("{what}: dqkv"), &found[2], &dqkv, 1e-5);
+            }
+        }
+    }
+}
+
+/// Lengths, windows and documents that end at, before and after the blocks of the GPU's kernels (32 rows that meet 32, 16 or
+/// 8), in heads of each width that they are compiled for: full, and padded.
+#[test]
+fn borders_of_blocks() {
+    let cases = [
+        ((1, 33), (2, 1, 256), None, &[][..]),
+        ((2, 40), (2, 1, 250), Some(9), &[7, 1, 24, 8]),
+        ((1, 97), (4, 2, 128), Some(33), &[]),
+        ((2, 80), (3, 1, 66), Some(31), &[31, 1, 48]),
+        ((1, 96), (2, 2, 40), Some(32), &[]),
+        ((2, 95), (4, 2, 32), None, &[32, 31, 32]),
+        ((1, 100), (4, 1, 34), Some(20), &[33, 30, 1, 36]),
+    ];
+    for (i, ((batch, seq), heads, window, documents)) in cases.into_iter().enumerate() {
+        let mut case = Case::new((batch, seq), heads, window, (1.0, 1.0));
+        if !documents.is_empty() {
+            let starts = documents.iter().scan(0, |start, length| {
+                *start += length;
+                Some((*length, *start - length))
+            });
+            let starts: Vec<u32> = starts.flat_map(|(length, start)| vec![start as u32; length]).collect();
+            case.starts = Some(starts.repeat(batch));
+        }
+        let ((out, lse), [_, dqkv]) = (attention::reference(&case.qkv, case.shape()), case.oracle());
+        let start = (i % 2 == 0).then_some(3.0);
+        let dqkv: Vec<f32> = dqkv.iter().map(|x| x + start.unwrap_or(0.0)).collect();
+        for mut ctx in contexts() {
+            let what = format!("{} {:?}", ctx.family().name(), case.shape);
+            let found = case.run(&mut ctx, start);
+            // Sums of up to 256 terms of size one in f32.
+            assert_close(&what, &found[0], &narrowed(&out), 3e-6);
+            assert_close(&format!("{what}: lse"), &found[1], &narrowed(&lse), 1e-6);
+            assert_close(&format!("{what}: dqkv"), &found[2], &dqkv, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn halves_agree_with_the_reference_on_their_numbers() {
+    let shapes = [((2, 40), (4, 2, 6)), ((1, 70), (2, 1, 64)), ((1, 35), (2, 2, 80)), ((1, 40), (2, 1, 256))];
+    for (dtype, rounding) in [(DType::F16, 2f32.powi(-11)), (DType::BF16, 2f32.powi(-8))] {
+        for (shape, heads) in shapes {
+            let case = Case::new(shape, heads, Some(33), (1.0, 1.0)).with_documents().rounded(dtype);
+            let ((out, lse), [_, dqkv]) = (attention::reference(&case.qkv, case.shape()), case.oracle());
+            for mut ctx in contexts().into_iter().filter(Ctx::has_gpu) {
+                let what = format!("{dtype:?} {:?}", case.shape);
+                let found = case.run_in(&mut ctx, dtype, None);
+                assert_close(&what, &found[0], &narrowed(&out), rounding);
+                assert_close(&format!("{what}: lse"), &found[1], &narrowed(&lse), 1e-6);
+                // The gradients are rounded, and before them the output, whose sum with dout they take off.
+                assert_close(&format!("{what}: dqkv"), &found[2], &dqkv, 4.0 * rounding);
+                let added = case.run_in(&mut ctx, dtype, Some(2.0));
+                let dqkv: Vec<f32> = dqkv.iter().map(|x| x + 2.0).collect();
+                assert_close(&format!("{what}: sum"), &added[2], &dqkv, 4.0 * rounding);
             }
         }
     }

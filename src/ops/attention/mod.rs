@@ -5,6 +5,7 @@
 //! "FlashAttention" (2022) and Dao, "FlashAttention-2" (2023). No result depends on the number of threads.
 
 mod cpu;
+mod gpu;
 
 use candle_core::Tensor;
 
@@ -61,6 +62,10 @@ pub struct Saved<'a> {
 /// softmax's sums (B H T).
 pub fn forward(ctx: &mut Ctx, qkv: &Tensor, shape: Attention) -> Result<(Value, Value)> {
     shape.check()?;
+    if ctx.has_gpu() {
+        expect("qkv", qkv.elem_count(), shape.batch * shape.seq * shape.heads.qkv_size())?;
+        return gpu::forward(ctx, qkv, shape);
+    }
     let qkv = storage::read::<f32>(OP, qkv)?;
     let (n, width) = (shape.batch * shape.seq, shape.heads.attention_size());
     expect("qkv", qkv.len(), n * shape.heads.qkv_size())?;
@@ -81,17 +86,17 @@ pub fn backward(
     (dqkv, store): (&Tensor, Store),
 ) -> Result<()> {
     shape.check()?;
+    if ctx.has_gpu() {
+        let sizes = [saved.qkv, dqkv, saved.out, dout, saved.lse].map(Tensor::elem_count);
+        check_backward(shape, sizes)?;
+        return gpu::backward(ctx, saved, dout, shape, (dqkv, store));
+    }
     let (qkv, out) = (storage::read::<f32>(OP, saved.qkv)?, storage::read::<f32>(OP, saved.out)?);
     let (lse, dout) = (storage::read::<f32>(OP, saved.lse)?, storage::read::<f32>(OP, dout)?);
     let mut dqkv = storage::write::<f32>(OP, dqkv)?;
-    let (n, heads) = (shape.batch * shape.seq, shape.heads);
-    expect("qkv", qkv.len(), n * heads.qkv_size())?;
-    expect("dqkv", dqkv.len(), n * heads.qkv_size())?;
-    expect("out", out.len(), n * heads.attention_size())?;
-    expect("dout", dout.len(), n * heads.attention_size())?;
-    expect("lse", lse.len(), n * heads.attention)?;
+    check_backward(shape, [qkv.len(), dqkv.len(), out.len(), dout.len(), lse.len()])?;
     ctx.launch(0);
-    if n > 0 {
+    if shape.batch * shape.seq > 0 {
         let inputs = cpu::Inputs { qkv: &qkv, out: &out, lse: &lse, dout: &dout };
         cpu::backward(ctx.family(), shape, inputs, &mut dqkv, store);
     }
@@ -130,6 +135,16 @@ fn expect(what: &str, found: usize, expected: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::op(OP, format!("{what} of {expected} elements"), found.to_string()))
+}
+
+/// Holds the elements of qkv, dqkv, out, dout and lse to a shape.
+fn check_backward(shape: Attention, [qkv, dqkv, out, dout, lse]: [usize; 5]) -> Result<()> {
+    let (n, heads) = (shape.batch * shape.seq, shape.heads);
+    expect("qkv", qkv, n * heads.qkv_size())?;
+    expect("dqkv", dqkv, n * heads.qkv_size())?;
+    expect("out", out, n * heads.attention_size())?;
+    expect("dout", dout, n * heads.attention_size())?;
+    expect("lse", lse, n * heads.attention)
 }
 
 /// `forward` in plain f64: the output and the logarithms.

@@ -11,6 +11,8 @@ use super::{Access, Element, Number, Slot};
 const EVERY: &[DType] = &[DType::F32, DType::F16, DType::BF16];
 const NONE: &[DType] = &[];
 const ONE: &[&str] = &[];
+/// Widths of heads that attention is compiled for; what lies between is padded.
+const WIDTHS: &[&str] = &["32", "64", "128", "256"];
 
 /// What a cache keeps numbers in: plain, and in 8 or 4 bits after some plain pages.
 const CACHES: &[&str] = &["f32", "bf16", "f32_q8", "bf16_q8", "f32_q4", "bf16_q4"];
@@ -165,4 +167,20 @@ kernels! {
     LORA_MERGE = "lora" "lora_merge" NONE ONE 256
         (w: Read F32, p: Read F32, merged: Write F32) [count: U32, scale: F32];
     LORA_SCALE = "lora" "lora_scale" NONE ONE 256 (x: Read F32, to: Update F32) [count: U32, scale: F32, add: U32];
+
+    ATTENTION_FORWARD = "attention" "attention_forward" EVERY WIDTHS 128
+        (qkv: Read T, starts: Read U32, out: Write T, lse: Write F32)
+        [seq: U32, heads: U32, key_heads: U32, dim: U32, window: U32, documents: U32, add: U32, scale: F32];
+    /// delta is the sum of dout out for each query and head.
+    ATTENTION_DELTA = "attention" "attention_delta" EVERY ONE 128
+        (out: Read T, dout: Read T, delta: Write F32)
+        [seq: U32, heads: U32, key_heads: U32, dim: U32, window: U32, documents: U32, add: U32, scale: F32];
+    /// The columns of keys and values in dqkv.
+    ATTENTION_BACKWARD_KEYS = "attention" "attention_backward_keys" EVERY WIDTHS 128
+        (qkv: Read T, starts: Read U32, lse: Read F32, delta: Read F32, dout: Read T, dqkv: Update T)
+        [seq: U32, heads: U32, key_heads: U32, dim: U32, window: U32, documents: U32, add: U32, scale: F32];
+    /// The columns of queries in dqkv.
+    ATTENTION_BACKWARD_QUERIES = "attention" "attention_backward_queries" EVERY WIDTHS 128
+        (qkv: Read T, starts: Read U32, lse: Read F32, delta: Read F32, dout: Read T, dqkv: Update T)
+        [seq: U32, heads: U32, key_heads: U32, dim: U32, window: U32, documents: U32, add: U32, scale: F32];
 }

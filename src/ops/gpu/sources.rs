@@ -13,6 +13,7 @@ pub const FILES: &[(&str, &str)] = sources![
     "adamw",
     "add",
     "attend",
+    "attention",
     "blocks",
     "cross_entropy",
     "distillation",

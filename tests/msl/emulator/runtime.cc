@@ -14,7 +14,9 @@ thread_local Thread* current = nullptr;
 MSL_PER_RUN Group* group = nullptr;
 
 static void set_up(Group& g, dim3 groups, dim3 size, dim3 position) {
+  static thread_local unsigned groups_so_far = 0;
   unsigned count = size.x * size.y * size.z;
+  g.number = ++groups_so_far;
   g.grid = groups;
   g.size = size;
   g.position = position;
@@ -142,7 +144,8 @@ void meet(Meeting& m) {
   leave();
 }
 
-static int run_group(std::mt19937& random, dim3 position) {
+// Every third seed is unfair: a simdgroup runs as far as it can before another one moves.
+static int run_group(std::mt19937& random, dim3 position, bool unfair) {
   std::vector<unsigned> order(group->threads.size());
   while (stacks.size() < order.size())
     stacks.push_back(mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -151,7 +154,7 @@ static int run_group(std::mt19937& random, dim3 position) {
     group->threads[i].stack_pointer = prepare(stacks[i]);
   }
   for (size_t left = order.size(); left;) {
-    std::shuffle(order.begin(), order.end(), random);
+    if (!unfair) std::shuffle(order.begin(), order.end(), random);
     bool moved = false;
     for (unsigned i : order) {
       Thread& t = group->threads[i];
@@ -161,6 +164,7 @@ static int run_group(std::mt19937& random, dim3 position) {
       msl_switch(&scheduler, t.stack_pointer);
       moved = true;
       left -= t.done;
+      if (unfair && t.lane + 1 == t.simdgroup->meeting.size) break;
     }
     if (!moved) {
       unsigned in_group = 0;
@@ -179,9 +183,10 @@ int run(Body body, void* const* buffers, dim3 groups, dim3 size, unsigned seed) 
   fibre_body = body;
   fibre_buffers = buffers;
   std::mt19937 random(seed);
+  bool unfair = seed % 3 == 1;
   return each_group(groups, [&](dim3 position) {
     set_up(g, groups, size, position);
-    return run_group(random, position);
+    return run_group(random, position, unfair);
   });
 }
 #endif

@@ -15,8 +15,15 @@
 #define MSL_PER_RUN thread_local
 #define MSL_LOCK
 #endif
-// An array in threadgroup memory.
+// An array in threadgroup memory. A new threadgroup finds it full of ones (NaN, or the largest number).
 #define MSL_SHARED static MSL_PER_RUN
+#ifdef MSL_THREADS
+#define MSL_POISON(NAME)
+#else
+#define MSL_POISON(NAME) \
+  { static MSL_PER_RUN unsigned poisoned_for = 0; \
+    if (poisoned_for != msl::group->number) { poisoned_for = msl::group->number; std::memset((void*)NAME, 0xFF, sizeof NAME); } }
+#endif
 
 namespace msl {
 
@@ -43,6 +50,8 @@ struct Thread {
 
 struct Group {
   dim3 grid, size, position;
+  // Of all that this thread has run; never 0.
+  unsigned number = 0;
   Meeting meeting;
   std::vector<Thread> threads;
   std::unique_ptr<Simdgroup[]> simdgroups;
