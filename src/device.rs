@@ -57,7 +57,10 @@ pub fn choose(name: &str) -> Result<Choice> {
         ("cpu", _) => asked(Kind::Cpu),
         ("metal", None) => asked(Kind::Metal),
         ("auto", None) => Ok(Choice { kind: Kind::Metal, reason: "the GPU of this Mac".into() }),
-        ("auto", Some(reason)) => Ok(Choice { kind: Kind::Cpu, reason }),
+        ("auto", Some(reason)) => {
+            let reason = if cfg!(target_os = "macos") { reason } else { "the only device of this build".into() };
+            Ok(Choice { kind: Kind::Cpu, reason })
+        }
         ("metal", Some(reason)) if cfg!(target_os = "macos") => {
             Err(Error::usage(reason).with_hint("leave --device out, or use --device cpu"))
         }

@@ -64,6 +64,7 @@ impl Decoder {
         Ok(match ctx.has_gpu() {
             true => {
                 let decoder = model::upload(config, kind, weights)?;
+                decoder.prepare(ctx)?;
                 Decoder::Gpu(Box::new(Gpu { decoder, logits: Vec::new(), chosen: None, ids: Vec::new(), ahead: None }))
             }
             false => {

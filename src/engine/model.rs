@@ -82,14 +82,22 @@ impl<F: FnMut(&str, &[usize]) -> Result<Vec<f32>>> Source<'_, F> {
         })
     }
 
-    /// The token table, the norm and the output head, if it is not the table.
-    fn head(&mut self) -> Result<(Vec<f32>, Vec<f32>, Option<Vec<f32>>)> {
+    fn head(&mut self) -> Result<HeadParts> {
         let (v, c) = (self.config.vocab_size, self.config.hidden_size);
         let table = self.get("model.embed_tokens.weight", &[v, c])?;
         let norm = self.get("model.norm.weight", &[c])?;
         let own = !self.config.tie_word_embeddings;
-        Ok((table, norm, own.then(|| self.get("lm_head.weight", &[v, c])).transpose()?))
+        let lm_head = own.then(|| self.get("lm_head.weight", &[v, c])).transpose()?;
+        Ok(HeadParts { table, norm, lm_head })
     }
+}
+
+/// The ends of a model as they come.
+struct HeadParts {
+    table: Vec<f32>,
+    norm: Vec<f32>,
+    /// If it is not the table.
+    lm_head: Option<Vec<f32>>,
 }
 
 /// The weights of a layer as they come.
@@ -148,7 +156,7 @@ pub fn upload(
 ) -> Result<Decoder> {
     config.validate()?;
     let mut source = Source { get, config };
-    let (table, norm, own) = source.head()?;
+    let HeadParts { table, norm, lm_head: own } = source.head()?;
     let pack = |kind, matrix: &[f32]| DeviceWeight::pack(kind, &[matrix], config.hidden_size);
     let head = match own {
         None => DeviceHead { embed_tokens: None, norm: vector(norm), lm_head: pack(kind, &table)? },
@@ -182,7 +190,7 @@ impl Model {
         config.validate()?;
         let mut source = Source { get, config };
         let arena = &mut Arena::default();
-        let (table, norm, own) = source.head()?;
+        let HeadParts { table, norm, lm_head: own } = source.head()?;
         let lm_head = Weight::pack(arena, kind, &[own.as_ref().unwrap_or(&table)], config.hidden_size)?;
         let head = Head { embed_tokens: own.is_some().then_some(table), norm, lm_head };
         let layers = (0..config.num_hidden_layers).map(|i| source.layer(i)?.pack(arena, kind, config));

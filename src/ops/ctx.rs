@@ -167,7 +167,7 @@ impl Ctx {
         if let Some(metal) = super::gpu::metal::home() {
             let found = self.free.lock().expect("free list lock").shared.take(dtype, len);
             let storage = found.map_or_else(|| metal.storage(dtype, len), Ok)?;
-            return Ok(self.own(storage::shared::wrap(storage, shape)));
+            return Ok(self.own(storage::shared::wrap(storage, shape), true));
         }
         Ok(match dtype {
             DType::F32 => self.value(self.vec::<f32>(len), shape),
@@ -236,11 +236,15 @@ impl Ctx {
 
     /// Wraps an op's output; its memory goes back to this context's free list with the last handle.
     pub fn value<T: Pooled>(&self, vec: Vec<T>, shape: impl Into<Shape>) -> Value {
-        self.own(storage::tensor(vec, shape))
+        let tensor = storage::tensor(vec, shape);
+        // What the CPU writes for a GPU is new each time: recycled memory may still be read.
+        let recycled = tensor.device().is_cpu();
+        self.own(tensor, recycled)
     }
 
-    fn own(&self, tensor: Tensor) -> Value {
-        Value { owner: Arc::new(Owner { tensor: tensor.clone(), free: Arc::clone(&self.free) }), tensor }
+    fn own(&self, tensor: Tensor, recycled: bool) -> Value {
+        let free = recycled.then(|| Arc::clone(&self.free));
+        Value { owner: Arc::new(Owner { tensor: tensor.clone(), free }), tensor }
     }
 
     /// Gives a scratch vector back.
@@ -294,12 +298,13 @@ impl Deref for Value {
 #[derive(Debug)]
 struct Owner {
     tensor: Tensor,
-    free: Arc<Mutex<FreeList>>,
+    /// Where the memory goes, if it is recycled.
+    free: Option<Arc<Mutex<FreeList>>>,
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        let Ok(mut free) = self.free.lock() else { return };
+        let Some(Ok(mut free)) = self.free.as_ref().map(|free| free.lock()) else { return };
         #[cfg(target_os = "macos")]
         if self.tensor.device().is_metal() {
             let storage = storage::shared::take(&self.tensor);

@@ -104,7 +104,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
     let frozen = model.parameters().iter().filter(|p| !p.is_trainable()).map(|p| p.elements()).sum::<usize>();
     model.recompute = preset.train.recompute;
     let mut ctx = Ctx::open(config.family);
-    let precision = plan::precision(&preset, config.family);
+    let precision = plan::precision(&preset, config.family)?;
     ctx.set_precision(precision);
     let mut trainer = Trainer::new(ctx, model, plan::optimizer(&preset)?, preset.model.dropout, 0)?;
     let tokens = config.batch * config.context;

@@ -96,7 +96,7 @@ pub fn resolve(
         }
     };
     preset.validate()?;
-    preset.train.dtype = precision(&preset, config.family).name().into();
+    preset.train.dtype = precision(&preset, config.family)?.name().into();
     // What could not be written at the end is refused at the start.
     config_json::write(&gpt_config, tokenizer.end_of_text())?;
     let pack = data::Pack::named(&preset.data.pack)?;
@@ -261,14 +261,16 @@ fn schedule(preset: &Preset, context: usize, windows_per_epoch: u64) -> Result<S
 }
 
 /// What the preset's dtype means on this machine.
-pub(super) fn precision(preset: &Preset, family: Family) -> Precision {
-    match preset.train.dtype.as_str() {
-        "bf16" => Precision::Bf16,
-        "f32" => Precision::F32,
-        // A GPU's products take f32.
-        _ if gpu::home().is_some() => Precision::F32,
+pub(super) fn precision(preset: &Preset, family: Family) -> Result<Precision> {
+    Ok(match (preset.train.dtype.as_str(), gpu::home()) {
+        ("bf16", Some(gpu)) => {
+            let what = format!("--dtype bf16 on {}, where training multiplies f32", gpu.name());
+            return Err(Error::usage(what).with_hint("leave --dtype out, or use --device cpu"));
+        }
+        ("bf16", None) => Precision::Bf16,
+        ("f32", _) | (_, Some(_)) => Precision::F32,
         _ => Precision::fastest(family),
-    }
+    })
 }
 
 pub(super) fn optimizer(preset: &Preset) -> Result<Settings> {

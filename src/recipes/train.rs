@@ -186,7 +186,7 @@ fn trainer(
     };
     model.recompute = preset.train.recompute;
     let mut ctx = Ctx::open(config.family);
-    ctx.set_precision(plan::precision(preset, config.family));
+    ctx.set_precision(plan::precision(preset, config.family)?);
     // Adapters have the dropout to themselves.
     let dropout = if model.adaptation().is_some() { 0.0 } else { preset.model.dropout };
     let mut trainer = Trainer::new(ctx, model, resolved.optimizer, dropout, preset.train.seed)?;

@@ -10,6 +10,7 @@ mod engine;
 mod files;
 mod finetune;
 mod fuzz;
+mod gpu;
 mod layering;
 mod lora;
 mod model;

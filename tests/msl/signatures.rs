@@ -94,3 +94,22 @@ fn every_function_of_the_sources_is_in_the_table_and_every_name_is_one_functions
     let functions = files.iter().flat_map(|file| read(&source(file)).instances).map(|i| i.name);
     assert_eq!(functions.collect::<BTreeSet<_>>(), names);
 }
+
+/// The stems of the files and folders of a folder of src/ops.
+fn stems(folder: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(root().join(folder)).unwrap().map(|entry| entry.unwrap().path());
+    let stems = entries.map(|path| path.file_stem().unwrap().to_string_lossy().into_owned());
+    stems.filter(|stem| stem != "mod" && stem != "decode").collect()
+}
+
+#[test]
+fn every_stem_of_the_ops_has_a_kernel_file_or_a_reason() {
+    let readme = std::fs::read_to_string(root().join("kernels/README.md")).unwrap();
+    let reasons = readme.split("## Stems").nth(1).unwrap();
+    let all = [stems("src/ops"), stems("src/ops/decode")].concat();
+    let has_file = |stem: &str| root().join(format!("kernels/metal/{stem}.metal")).exists();
+    for stem in &all {
+        let explained = reasons.contains(&format!("`{stem}`"));
+        assert!(has_file(stem) != explained, "{stem}: a file, or a reason in kernels/README.md");
+    }
+}

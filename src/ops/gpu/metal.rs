@@ -43,6 +43,8 @@ pub struct Metal {
     libraries: Mutex<HashMap<&'static str, Library>>,
     pipelines: Mutex<HashMap<String, Pipeline>>,
     work: Mutex<Work>,
+    /// What a tensor is left with whose memory is taken out: one byte, which holds no element.
+    empty: Arc<Buffer>,
 }
 
 /// The command buffers that are not known to be done.
@@ -88,12 +90,14 @@ pub fn start() -> Result<Arc<Metal>> {
     let device = MetalDevice::new(0)?;
     let raw = device.metal_device().as_ref();
     let queue = raw.newCommandQueue().ok_or_else(|| Error::failed("the GPU gives no command queue"))?;
+    let empty = Arc::new(buffer(raw, 1)?);
     let metal = Arc::new(Metal {
-        device,
+        empty,
         queue,
         libraries: Mutex::default(),
         pipelines: Mutex::default(),
         work: Mutex::default(),
+        device,
     });
     Ok(Arc::clone(HOME.get_or_init(|| metal)))
 }
@@ -228,11 +232,11 @@ impl Metal {
 
     /// A new tensor's memory, shared by CPU and GPU, its contents unspecified.
     pub fn storage(&self, dtype: DType, count: usize) -> Result<MetalStorage> {
-        // A buffer cannot be empty; one byte holds no element.
-        let bytes = (count * dtype.size_in_bytes()).max(1);
-        let made = self.raw().newBufferWithLength_options(bytes, MTLResourceOptions::StorageModeShared);
-        let raw = made.ok_or_else(|| Error::failed(format!("the GPU has no {bytes} bytes left")))?;
-        Ok(MetalStorage::new(Arc::new(Buffer::new(raw)), self.device.clone(), count, dtype))
+        let memory = match count * dtype.size_in_bytes() {
+            0 => Arc::clone(&self.empty),
+            bytes => Arc::new(buffer(self.raw(), bytes)?),
+        };
+        Ok(MetalStorage::new(memory, self.device.clone(), count, dtype))
     }
 }
 
@@ -278,6 +282,12 @@ fn bind(op: &'static str, arg: &Arg) -> Result<(Buffer, usize)> {
 pub fn memory(storage: &MetalStorage) -> (*mut u8, usize) {
     let buffer: &ProtocolObject<dyn MTLBuffer> = storage.buffer().as_ref();
     (buffer.contents().cast::<u8>().as_ptr(), buffer.length())
+}
+
+/// Memory that CPU and GPU share, tracked by Metal.
+fn buffer(device: &ProtocolObject<dyn MTLDevice>, bytes: usize) -> Result<Buffer> {
+    let made = device.newBufferWithLength_options(bytes, MTLResourceOptions::StorageModeShared);
+    Ok(Buffer::new(made.ok_or_else(|| Error::failed(format!("the GPU has no {bytes} bytes left")))?))
 }
 
 /// Ends and commits the open command buffer, if there is one.

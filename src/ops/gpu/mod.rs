@@ -22,7 +22,7 @@ pub fn missing() -> Option<String> {
     #[cfg(target_os = "macos")]
     return metal::missing();
     #[cfg(not(target_os = "macos"))]
-    Some("the only device of this build".into())
+    Some("this build is not for a Mac".into())
 }
 
 /// Starts the GPU of this process: from then on tensors lie in its memory, and `Ctx::open` hands ops to it.

@@ -128,6 +128,24 @@ impl Decoder {
         Self { state: State::new(sizes), sizes, layers, head, cache: OnceLock::new(), logits: None, unused }
     }
 
+    /// Compiles the kernels of every pass but for those of the cache, whose kind is not known before the first row.
+    pub fn prepare(&self, ctx: &Ctx) -> Result<()> {
+        let table = self.head.embed_tokens.as_ref().unwrap_or(&self.head.lm_head);
+        let matrices = self.layers.iter().flat_map(DeviceLayer::matrices).chain([&self.head.lm_head]);
+        let mut functions = vec![
+            (&kernels::EMBED_BLOCKS, kernels::EMBED_BLOCKS.function(DType::F32, table.format.name())),
+            (&kernels::ATTEND_JOIN, kernels::ATTEND_JOIN.function(DType::F32, "")),
+            (&kernels::SAMPLE, kernels::SAMPLE.function(DType::F32, "")),
+        ];
+        for form in matrices.flat_map(|weight| weight.format.products()) {
+            let products = [&kernels::NORM_PRODUCT, &kernels::RESIDUAL_PRODUCT, &kernels::GATE_UP_PRODUCT];
+            functions.extend(products.map(|kernel| (kernel, kernel.function(DType::F32, form))));
+        }
+        functions.sort_unstable_by(|a, b| a.1.cmp(&b.1));
+        functions.dedup_by(|a, b| a.1 == b.1);
+        ctx.prepare(&functions)
+    }
+
     /// Bytes of weights that one pass reads.
     pub fn bytes(&self) -> usize {
         let norms = self.layers.iter().flat_map(DeviceLayer::norms).chain([&self.head.norm]);

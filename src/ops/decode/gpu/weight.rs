@@ -80,6 +80,11 @@ impl DeviceFormat {
         columns / len * bytes
     }
 
+    /// The forms of a product's kernel, for all numbers of rows.
+    pub fn products(self) -> &'static [&'static str] {
+        &kernels::PRODUCTS[self as usize * kernels::ROWS.len()..][..kernels::ROWS.len()]
+    }
+
     /// The form of a product's kernel for so many rows.
     fn product(self, rows: usize) -> (&'static str, usize) {
         let i = kernels::ROWS.iter().position(|most| rows <= *most).unwrap_or(kernels::ROWS.len() - 1);
