@@ -197,3 +197,55 @@ fn a_steady_token_is_one_command_buffer_and_four_bytes() {
         }
     }
 }
+
+#[test]
+fn proposals_forks_and_saved_caches_change_no_text() {
+    if !emulator::available() {
+        return;
+    }
+    for (i, (config, kind, settings)) in cases().into_iter().enumerate() {
+        let mut gpu = engine(emulator::ctx(), &config, kind);
+        let want = texts(&mut gpu, &[62], &settings, 9).remove(0);
+        // Two right proposals and a wrong one, again and again.
+        let mut row = gpu.row(&prompt(0, 62), settings.clone()).unwrap();
+        while row.new_ids().len() < 9 {
+            let at = row.new_ids().len();
+            let mut proposed = want[at..want.len().min(at + 2)].to_vec();
+            proposed.push((want[want.len().min(at + 3) - 1] + 1) % 50);
+            gpu.advance(&mut [&mut row], &[proposed]).unwrap();
+        }
+        assert_eq!(row.new_ids()[..9], want, "case {i}: proposals");
+        // A copy of a row that goes on shares its pages until it writes to them.
+        let mut first = gpu.row(&prompt(0, 62), settings.clone()).unwrap();
+        for _ in 0..3 {
+            gpu.step(&mut [&mut first]).unwrap();
+        }
+        let mut second = first.fork(Sampling { seed: 99, temperature: 3.0, ..Sampling::default() }).unwrap();
+        for _ in 0..6 {
+            gpu.step(&mut [&mut second]).unwrap();
+            gpu.step(&mut [&mut first]).unwrap();
+        }
+        assert_eq!(first.new_ids(), want, "case {i}: beside a fork");
+        assert_ne!(second.new_ids(), want, "case {i}: the fork");
+        // What is computed, as bytes, goes on in another engine.
+        let mut saved = gpu.row(&prompt(0, 62), settings.clone()).unwrap();
+        gpu.prefill(&mut saved).unwrap();
+        let mut bytes = Vec::new();
+        saved.write_cache(&mut bytes).unwrap();
+        let mut other = engine(emulator::ctx(), &config, kind);
+        let mut row = other.row(&prompt(0, 62), settings.clone()).unwrap();
+        row.read_cache(&bytes).unwrap();
+        for _ in 0..9 {
+            other.step(&mut [&mut row]).unwrap();
+        }
+        assert_eq!(row.new_ids(), want, "case {i}: from bytes");
+        // The CPU reads the same bytes.
+        let mut cpu = engine(Ctx::cpu(Family::Portable), &config, kind);
+        let mut row = cpu.row(&prompt(0, 62), settings.clone()).unwrap();
+        row.read_cache(&bytes).unwrap();
+        for _ in 0..9 {
+            cpu.step(&mut [&mut row]).unwrap();
+        }
+        assert_eq!(row.new_ids(), want, "case {i}: from bytes on the CPU");
+    }
+}
