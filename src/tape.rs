@@ -149,10 +149,7 @@ impl Gradients {
     ) -> Result<()> {
         let Some(id) = var.id else { return Ok(()) };
         let (slot, store) = match self.slots[id].take() {
-            None => {
-                let vec = ctx.vec::<f32>(var.value.elem_count());
-                (ctx.value(vec, var.value.shape()), Store::Set)
-            }
+            None => (ctx.output(var.value.dtype(), var.value.shape())?, Store::Set),
             Some(sum) => (owned(ctx, sum)?, Store::Add),
         };
         fill(ctx, &slot, store)?;

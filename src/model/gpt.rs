@@ -269,8 +269,7 @@ impl Gpt {
     fn head_loss(&self, ctx: &mut Ctx, x: &Tensor, loss: &mut HeadLoss) -> Result<Output> {
         let head = self.head(ctx)?;
         if let Some(lora) = &self.head_lora {
-            let whole = ctx.vec::<f32>(head.elem_count());
-            let whole = ctx.value(whole, head.shape());
+            let whole = ctx.output(head.dtype(), head.shape())?;
             let output = loss(ctx, x, &head, Wanted::InputAndHead(&whole, Store::Set))?;
             lora.backward_merged(ctx, &whole)?;
             return Ok(output);

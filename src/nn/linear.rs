@@ -86,8 +86,7 @@ impl Linear {
                     return Ok(());
                 };
                 let outer = lora::layer_backward_input(ctx, &dy, plain, factors, (dx, store))?;
-                let masked = ctx.vec::<f32>(dx.elem_count());
-                let masked = ctx.value(masked, dx.shape());
+                let masked = ctx.output(dx.dtype(), dx.shape())?;
                 lora::backward_input(ctx, &outer, factors, (&masked, Store::Set))?;
                 du = Some(outer);
                 dropout::backward(ctx, &masked, mask, (dx, Store::Add))

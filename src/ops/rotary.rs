@@ -71,15 +71,14 @@ pub fn forward(
     table: &Table,
     seq: usize,
 ) -> Result<(Value, Value)> {
-    let (family, shape, inputs) = (ctx.family(), qkv.shape(), Inputs::new(heads, norms, table, seq)?);
+    check(heads, norms, table, seq)?;
+    let (family, shape, n) = (ctx.family(), qkv.shape(), rows_of(qkv.elem_count(), heads, seq)?);
+    ctx.launch(0);
     if ctx.has_gpu() {
-        let n = inputs.rows_of(qkv.elem_count())?;
-        drop(inputs);
         return forward_gpu(ctx, qkv, heads, (norms, table), (n, seq));
     }
-    let qkv = storage::read::<f32>(OP, qkv)?;
-    let (x, n, rows) = (&*qkv, inputs.rows_of(qkv.len())?, inputs.rows());
-    ctx.launch(0);
+    let (qkv, inputs) = (storage::read::<f32>(OP, qkv)?, Inputs::new(heads, norms, table, seq)?);
+    let (x, rows) = (&*qkv, inputs.rows());
     let (width, rotated) = (heads.qkv_size(), heads.attention + heads.key_value);
     let mut y = ctx.vec::<f32>(n * width);
     let mut rstd = ctx.vec::<f32>(if norms.is_some() { n * rotated } else { 0 });
@@ -104,8 +103,9 @@ pub fn backward(
     dnorms: Option<[(&Tensor, Store); 2]>,
 ) -> Result<()> {
     let Saved { heads, norms, .. } = saved;
-    let (family, inputs) = (ctx.family(), Inputs::new(heads, norms, saved.table, saved.seq)?);
-    let (n, width, d) = (inputs.rows_of(dout.elem_count())?, heads.qkv_size(), heads.dim);
+    check(heads, norms, saved.table, saved.seq)?;
+    let family = ctx.family();
+    let (n, width, d) = (rows_of(dout.elem_count(), heads, saved.seq)?, heads.qkv_size(), heads.dim);
     let rotated = if norms.is_some() { heads.attention + heads.key_value } else { 0 };
     let sizes = (saved.qkv.elem_count(), dqkv.elem_count(), saved.rstd.elem_count());
     if sizes != (n * width, n * width, n * rotated) || dnorms.is_some() && norms.is_none() {
@@ -117,11 +117,11 @@ pub fn backward(
     }
     ctx.launch(0);
     if ctx.has_gpu() {
-        drop(inputs);
         return backward_gpu(ctx, saved, dout, (dqkv, store), dnorms);
     }
     let (qkv, rstd) = (storage::read::<f32>(OP, saved.qkv)?, storage::read::<f32>(OP, saved.rstd)?);
     let (dout, mut dqkv) = (storage::read::<f32>(OP, dout)?, storage::write::<f32>(OP, dqkv)?);
+    let inputs = Inputs::new(heads, norms, saved.table, saved.seq)?;
     // Of each block: the gradients of both gains, and room for one un-rotated head.
     let mut partial = ctx.vec::<f32>(n.div_ceil(BLOCK) * 3 * d);
     let (x, rstd, dy, rows) = (&*qkv, &*rstd, &*dout, inputs.rows());
@@ -219,38 +219,44 @@ struct Inputs<'a> {
     norms: Option<([Read<'a, f32>; 2], f32)>,
 }
 
+/// Holds tables and gains to the sizes of heads and sequences.
+fn check(heads: Heads, norms: Option<Norms>, table: &Table, seq: usize) -> Result<()> {
+    heads.check(OP)?;
+    let half = heads.dim / 2;
+    let fits = table.cos.dims() == table.sin.dims() && table.cos.dims().last() == Some(&half);
+    if !fits || table.cos.elem_count() < seq * half || heads.dim % 2 == 1 {
+        let expected = format!("angles of {seq} positions for heads of {}", heads.dim);
+        return Err(Error::op(OP, expected, format!("{:?}", table.cos.shape())));
+    }
+    let Some(Norms { query, key, .. }) = norms else { return Ok(()) };
+    let gains = [query, key].map(Tensor::elem_count);
+    match gains == [heads.dim; 2] {
+        true => Ok(()),
+        false => Err(Error::op(OP, format!("gains of {}", heads.dim), format!("{gains:?}"))),
+    }
+}
+
+/// N, which must be whole sequences.
+fn rows_of(elements: usize, heads: Heads, seq: usize) -> Result<usize> {
+    let (width, n) = (heads.qkv_size(), elements / heads.qkv_size());
+    if n * width != elements || seq == 0 || !n.is_multiple_of(seq) {
+        let expected = format!("sequences of {seq} rows of {width}");
+        return Err(Error::op(OP, expected, format!("{elements} elements")));
+    }
+    Ok(n)
+}
+
 impl<'a> Inputs<'a> {
+    /// Opens what `check` has passed.
     fn new(heads: Heads, norms: Option<Norms<'a>>, table: &'a Table, seq: usize) -> Result<Self> {
-        heads.check(OP)?;
         let (cos, sin) = (storage::read::<f32>(OP, &table.cos)?, storage::read::<f32>(OP, &table.sin)?);
-        let half = heads.dim / 2;
-        let fits = table.cos.dims() == table.sin.dims() && table.cos.dims().last() == Some(&half);
-        if !fits || cos.len() < seq * half || heads.dim % 2 == 1 {
-            let expected = format!("angles of {seq} positions for heads of {}", heads.dim);
-            return Err(Error::op(OP, expected, format!("{:?}", table.cos.shape())));
-        }
         let norms = match norms {
             None => None,
             Some(Norms { query, key, eps }) => {
-                let gains = [storage::read::<f32>(OP, query)?, storage::read::<f32>(OP, key)?];
-                if gains.iter().any(|gain| gain.len() != heads.dim) {
-                    let found = format!("{} and {}", gains[0].len(), gains[1].len());
-                    return Err(Error::op(OP, format!("gains of {}", heads.dim), found));
-                }
-                Some((gains, eps))
+                Some(([storage::read::<f32>(OP, query)?, storage::read::<f32>(OP, key)?], eps))
             }
         };
         Ok(Self { heads, seq, cos, sin, norms })
-    }
-
-    /// N, which must be whole sequences.
-    fn rows_of(&self, elements: usize) -> Result<usize> {
-        let (width, n) = (self.heads.qkv_size(), elements / self.heads.qkv_size());
-        if n * width != elements || self.seq == 0 || !n.is_multiple_of(self.seq) {
-            let expected = format!("sequences of {} rows of {width}", self.seq);
-            return Err(Error::op(OP, expected, format!("{elements} elements")));
-        }
-        Ok(n)
     }
 
     fn rows(&self) -> Rows<'_> {

@@ -4,6 +4,7 @@
 //! no aliasing is possible: whoever reads the tensor meanwhile, or reads a tensor whose memory went back to the free
 //! list, finds an empty vector and gets an error instead of foreign numbers.
 
+use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Shape, Storage, Tensor, op::BackpropOp};
@@ -95,9 +96,19 @@ impl<T: Element> Deref for Read<'_, T> {
     }
 }
 
+thread_local! {
+    static READS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// How often this thread has looked into tensors from the host; with a GPU each time may wait for all of its work.
+pub fn reads() -> u64 {
+    READS.get()
+}
+
 /// Borrows a contiguous tensor of element type `T`, once the GPU has done all that was handed to it. `op` names the caller in
 /// the error.
 pub fn read<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<Read<'a, T>> {
+    READS.set(READS.get() + 1);
     #[cfg(target_os = "macos")]
     shared::wait()?;
     read_done(op, tensor)

@@ -8,7 +8,7 @@ use crate::nn::attention::Layout;
 use crate::nn::dropout::Dropout;
 use crate::ops::ctx::{Ctx, Value};
 use crate::ops::distillation::{self, Settings, Teacher};
-use crate::ops::{cross_entropy, storage};
+use crate::ops::{add, cross_entropy};
 
 /// A loss over the targets of a micro-batch.
 pub trait Objective {
@@ -178,8 +178,7 @@ fn top(ctx: &mut Ctx, teacher: &Gpt, batch: &Batch, k: usize) -> Result<(Vec<u32
 }
 
 fn sum(ctx: &mut Ctx, a: &Tensor, b: &Tensor) -> Result<Value> {
-    let total = storage::read::<f32>("distillation", a)?[0] + storage::read::<f32>("distillation", b)?[0];
-    let mut value = ctx.vec(1);
-    value[0] = total;
-    Ok(ctx.value(value, 1))
+    let total = add::copy(ctx, a)?;
+    add::add_assign(ctx, &total, b)?;
+    Ok(total)
 }

@@ -8,6 +8,7 @@ use gpt::nn::cache::{CacheSettings, CacheType, Quantization};
 use gpt::ops::ctx::Ctx;
 use gpt::ops::gpu::counting::Counting;
 use gpt::ops::simd::Family;
+use gpt::ops::storage;
 use gpt::random::{Purpose, Stream};
 
 use super::emulator;
@@ -186,9 +187,11 @@ fn a_steady_token_is_one_command_buffer_and_four_bytes() {
                 engine.step(&mut rows.iter_mut().collect::<Vec<_>>()).unwrap();
             }
             engine.take_counts();
+            let reads = storage::reads();
             for _ in 0..20 {
                 engine.step(&mut rows.iter_mut().collect::<Vec<_>>()).unwrap();
             }
+            assert_eq!(storage::reads(), reads, "nothing waits for all of the GPU's work");
             let counts = engine.take_counts();
             assert_eq!((counts.command_buffers, counts.products), (20, 0));
             // Token vectors, head and choice beside the layers.

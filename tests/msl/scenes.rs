@@ -45,14 +45,9 @@ pub fn play(ctx: &dyn Fn() -> Ctx) {
     write(ctx);
 }
 
-/// What a run of small steps reports, and the weights after it.
-pub fn train(
-    ctx: Ctx,
-    kind: Kind,
-    (model_type, window): (ModelType, Option<usize>),
-    steps: u64,
-) -> (Vec<StepRecord>, Vec<Vec<f32>>) {
-    let mut config = decode::config(model_type, (4, 2, 8), vec![window, None]);
+/// A trainer of a small model.
+pub fn trainer(ctx: Ctx, kind: Kind, (model_type, windows): (ModelType, Vec<Option<usize>>)) -> Trainer {
+    let mut config = decode::config(model_type, (4, 2, 8), windows);
     config.hidden_size = 24;
     config.intermediate_size = 40;
     let model = Gpt::build(&config, &mut random_weights(&config, 1)).unwrap();
@@ -67,18 +62,30 @@ pub fn train(
         ema: 0.9,
         spike_threshold: 6.0,
     };
-    let mut trainer = Trainer::new(ctx, model, settings, 0.1, 3).unwrap();
+    Trainer::new(ctx, model, settings, 0.1, 3).unwrap()
+}
+
+/// Its next step, of two micro-batches.
+pub fn step(trainer: &mut Trainer) -> StepRecord {
     let (batch, seq) = (2, 11);
-    let records = (0..steps).map(|step| {
-        let ids: Vec<u32> = (0..batch * (seq + 1)).map(|i| ((i * i + 3 * i) as u64 + step) as u32 % 50).collect();
-        let part = |from: usize| ids.chunks(seq + 1).flat_map(|ids| ids[from..from + seq].to_vec()).collect();
-        let micro = || Batch { inputs: part(0), targets: part(1), layout: Layout::of(seq), window: 0 };
-        trainer.train_step(&mut NextToken, &[micro(), micro()], 1e-2).unwrap()
-    });
-    let records = records.collect();
+    let id = |i: usize| ((i * i + 3 * i) as u64 + trainer.step) as u32 % 50;
+    let ids: Vec<u32> = (0..batch * (seq + 1)).map(id).collect();
+    let part = |from: usize| ids.chunks(seq + 1).flat_map(|ids| ids[from..from + seq].to_vec()).collect();
+    let micro = || Batch { inputs: part(0), targets: part(1), layout: Layout::of(seq), window: 0 };
+    trainer.train_step(&mut NextToken, &[micro(), micro()], 1e-2).unwrap()
+}
+
+/// What a run of small steps reports, and the weights after it.
+pub fn train(
+    ctx: Ctx,
+    kind: Kind,
+    (model_type, window): (ModelType, Option<usize>),
+    steps: usize,
+) -> (Vec<StepRecord>, Vec<Vec<f32>>) {
+    let mut trainer = trainer(ctx, kind, (model_type, vec![window, None]));
+    let records = (0..steps).map(|_| step(&mut trainer)).collect();
     let weights = trainer.model.trainable().map(|p| storage::read::<f32>("test", p.master()).unwrap().to_vec());
-    let weights = weights.collect();
-    (records, weights)
+    (records, weights.collect())
 }
 
 /// What no step of training does at these sizes.
