@@ -12,7 +12,7 @@ use gpt::ops::gpu::kernels::ALL;
 use gpt::ops::simd::Family;
 
 use super::emulator::{Emulator, Record, compile, source};
-use super::scenes;
+use super::{scenes, types};
 
 /// The dispatches of all scenes. Those that are large, or many of one function and shape, are left out.
 pub fn records() -> &'static [Record] {
@@ -26,7 +26,15 @@ pub fn records() -> &'static [Record] {
             let sizes = record.buffers.iter().map(|b| b.before.len()).collect();
             kept.insert((record.function.clone(), record.groups, sizes), record);
         }
-        kept.into_values().collect()
+        let mut kept: Vec<Record> = kept.into_values().collect();
+        // In the narrow types the smallest of each function.
+        kept.sort_by_key(|record| {
+            (record.function.clone(), record.buffers.iter().map(|b| b.before.len()).sum::<usize>())
+        });
+        let smallest = kept.chunk_by(|a, b| a.function == b.function).map(|records| &records[0]);
+        let narrow: Vec<Record> = smallest.flat_map(|record| types::narrowed(&emulator, record)).collect();
+        kept.extend(narrow);
+        kept
     })
 }
 

@@ -148,7 +148,7 @@ fn all() -> Vec<(String, f64, Box<Body>)> {
         // Five products of nearly orthogonal matrices after one another.
         ("muon".into(), 1e-3, Box::new(|ctx, scale| steps(ctx, scale, true))),
     ];
-    for dim in [32, 64, 128] {
+    for dim in [32, 64, 128, 256] {
         all.push((format!("attention, heads of {dim}"), CLOSE, Box::new(move |ctx, scale| attend(ctx, scale, dim))));
     }
     for divergence in [Divergence::Forward, Divergence::Reverse, Divergence::JensenShannon] {
