@@ -40,6 +40,8 @@ kernel void cross_entropy(
         sum += exp(number(x[c]) - most);
     }
     sum = sum_of_group(sum, shared, lane, simdgroup, 8);
+    // The target's logit was read by all before its owner changes it.
+    threadgroup_barrier(mem_flags::mem_device);
     if (n.gradient) {
         for (uint c = thread_index; c < n.columns; c += 256) {
             float p = exp(number(x[c]) - most) * (n.scale / sum);

@@ -84,6 +84,8 @@ kernel void distillation(
     }
     d = sum_of_group(d, shared, lane, simdgroup, 8);
     mean = sum_of_group(mean, shared, lane, simdgroup, 8);
+    // The target's logit was read by all before its owner changes it.
+    threadgroup_barrier(mem_flags::mem_device);
     float weight = n.alpha * temperature * n.scale, hard = (1.0f - n.alpha) * n.scale;
     for (uint c = thread_index; c < n.columns; c += 256) {
         float a = (t[c] - teacher_most) / temperature - teacher_soft, b = (x[c] - most) / temperature - soft;

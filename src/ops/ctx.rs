@@ -148,7 +148,7 @@ impl Ctx {
         self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.wait())
     }
 
-    /// Keeps the memory of these tensors where the GPU finds it, for as long as they live.
+    /// Keeps the memory of these tensors where the GPU finds it, to the end of the process.
     pub fn keep_resident(&self, tensors: &[&Tensor]) -> Result<()> {
         self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.keep_resident(tensors))
     }
@@ -344,6 +344,9 @@ impl SharedShelf {
 
     fn put(&mut self, dtype: DType, storage: candle_core::MetalStorage) {
         let bytes = super::gpu::metal::memory(&storage).1;
+        if bytes < dtype.size_in_bytes() {
+            return; // The memory of tensors without elements, which is shared.
+        }
         self.0.entry((dtype.as_str(), bytes)).or_default().push(storage);
     }
 

@@ -10,6 +10,7 @@ mod sanitizers;
 mod scenes;
 mod selftest;
 mod signatures;
+mod strict;
 mod training;
 mod translate;
 mod types;

@@ -52,8 +52,8 @@ const MUTANTS: &[Mutant] = &[
     race(
         "cross_entropy",
         "the total before all have added",
-        "sum = sum_of_group(sum, shared, lane, simdgroup, 8);\n    if (n.gradient)",
-        "sum = simd_sum(sum); if (lane == 0) { shared[simdgroup] = sum; } sum = shared[0];\n    if (n.gradient)",
+        "sum = sum_of_group(sum, shared, lane, simdgroup, 8);\n    // The target",
+        "sum = simd_sum(sum); if (lane == 0) { shared[simdgroup] = sum; } sum = shared[0];\n    // The target",
     ),
     wrong(
         "distillation",

@@ -18,9 +18,9 @@ use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSError, NSRange, NSString};
 use objc2_metal::{
     MTLAllocation, MTLBuffer, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
-    MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLLibrary,
-    MTLMathFloatingPointFunctions, MTLMathMode, MTLResidencySet, MTLResidencySetDescriptor, MTLResourceOptions,
-    MTLSize,
+    MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLGPUFamily,
+    MTLLanguageVersion, MTLLibrary, MTLMathFloatingPointFunctions, MTLMathMode, MTLResidencySet,
+    MTLResidencySetDescriptor, MTLResourceOptions, MTLSize,
 };
 use parking_lot::Mutex;
 
@@ -34,8 +34,10 @@ type Pipeline = Retained<ProtocolObject<dyn MTLComputePipelineState>>;
 type Library = Retained<ProtocolObject<dyn MTLLibrary>>;
 type ResidencySet = Retained<ProtocolObject<dyn MTLResidencySet>>;
 
-/// A command buffer takes so many dispatches at most: a training step that never reads anything back still frees what it used.
-const MOST_DISPATCHES: usize = 2048;
+/// A command buffer takes so many dispatches at most, and products of so many operations (some ten milliseconds): the system
+/// stops one that keeps the GPU from the screen for seconds.
+const MOST_DISPATCHES: usize = 512;
+const MOST_OPERATIONS: f64 = 1e11;
 
 pub struct Metal {
     device: MetalDevice,
@@ -50,13 +52,22 @@ pub struct Metal {
 /// The command buffers that are not known to be done.
 #[derive(Default)]
 struct Work {
-    /// The one that takes dispatches, and how many it has.
-    open: Option<(Commands, Encoder, usize)>,
+    /// The one that takes dispatches.
+    open: Option<Open>,
     /// Those sent off, the oldest first, by number.
     sent: VecDeque<(u64, Commands)>,
     /// How many were sent off.
     commits: u64,
     resident: Option<ResidencySet>,
+}
+
+/// A command buffer with its one encoder.
+struct Open {
+    commands: Commands,
+    encoder: Encoder,
+    dispatches: usize,
+    /// Of its products.
+    operations: f64,
 }
 
 // SAFETY: command buffers, encoders and residency sets may be used from any thread, by one at a time; they are only reached
@@ -69,7 +80,13 @@ pub fn missing() -> Option<String> {
     if candle_metal_kernels::metal::Device::all().is_empty() {
         return Some("this session has no Metal device".into());
     }
-    (!objc2::available!(macos = 15.0)).then(|| "Metal is used from macOS 15 on".into())
+    if !objc2::available!(macos = 15.0) {
+        return Some("Metal is used from macOS 15 on".into());
+    }
+    // Sums over simdgroups and their matrices; Intel's and AMD's GPUs and virtual machines lack them.
+    let device = candle_metal_kernels::metal::Device::all().swap_remove(0);
+    let able = device.as_ref().supportsFamily(MTLGPUFamily::Apple7);
+    (!able).then(|| format!("{} is no GPU of an M1 or later", device.as_ref().name()))
 }
 
 static HOME: OnceLock<Arc<Metal>> = OnceLock::new();
@@ -103,7 +120,14 @@ pub fn start() -> Result<Arc<Metal>> {
 }
 
 fn gpu_error(what: &str, error: &NSError) -> Error {
-    Error::failed(format!("{what}: {} ({} {})", error.localizedDescription(), error.domain(), error.code()))
+    let text = error.localizedDescription().to_string();
+    let slow = ["Timeout", "Impacting Interactivity"].iter().any(|sign| text.contains(sign));
+    let error = Error::failed(format!("{what}: {text} ({} {})", error.domain(), error.code()));
+    if slow {
+        error.with_hint("it kept the screen waiting: use a smaller --batch or --context, or --device cpu")
+    } else {
+        error
+    }
 }
 
 /// Infinities and NaN mean what they say, and functions are precise.
@@ -111,6 +135,8 @@ fn safe_maths() -> Retained<MTLCompileOptions> {
     let options = MTLCompileOptions::new();
     options.setMathMode(MTLMathMode::Safe);
     options.setMathFloatingPointFunctions(MTLMathFloatingPointFunctions::Precise);
+    // Later versions have more names that ours could meet.
+    options.setLanguageVersion(MTLLanguageVersion::Version3_0);
     options
 }
 
@@ -153,22 +179,20 @@ impl Metal {
         Ok(pipeline)
     }
 
-    /// Hands the open encoder, made if there is none, and its command buffer to `encode`, and counts one dispatch.
-    fn encode(&self, encode: impl FnOnce(&Encoder, &Commands) -> Result<()>) -> Result<()> {
+    /// Hands the open encoder, made if there is none, to `encode`, which encodes one dispatch of so many operations.
+    fn encode(&self, operations: f64, encode: impl FnOnce(&Encoder)) -> Result<()> {
         let mut work = self.work.lock();
-        let (commands, encoder, count) = match work.open.take() {
-            Some(open) => open,
-            None => {
-                let none = || Error::failed("the GPU gives no command buffer");
-                let commands = self.queue.commandBuffer().ok_or_else(none)?;
-                let encoder = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Serial);
-                (commands, encoder.ok_or_else(none)?, 0)
-            }
-        };
-        let encoded = encode(&encoder, &commands);
-        work.open = Some((commands, encoder, count + 1));
-        encoded?;
-        if count + 1 >= MOST_DISPATCHES {
+        if work.open.is_none() {
+            let none = || Error::failed("the GPU gives no command buffer");
+            let commands = self.queue.commandBuffer().ok_or_else(none)?;
+            let encoder = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Serial).ok_or_else(none)?;
+            work.open = Some(Open { commands, encoder, dispatches: 0, operations: 0.0 });
+        }
+        let open = work.open.as_mut().expect("made above");
+        encode(&open.encoder);
+        open.dispatches += 1;
+        open.operations += operations;
+        if open.dispatches >= MOST_DISPATCHES || open.operations >= MOST_OPERATIONS {
             send(&mut work);
         }
         Ok(())
@@ -211,7 +235,7 @@ impl Metal {
             batch_ndim: 1,
         };
         let bound = [(0, bind("multiply", &a.arg)?), (1, bind("multiply", &b.arg)?), (3, bind("multiply", c)?)];
-        self.encode(|encoder, _| {
+        self.encode(2.0 * m as f64 * n as f64 * k as f64, |encoder| {
             encoder.setComputePipelineState(pipeline.as_ref());
             for (index, (buffer, offset)) in &bound {
                 // SAFETY: the buffer holds the matrix from that offset on (`Matrix` lies within its tensor).
@@ -226,7 +250,6 @@ impl Metal {
             let groups = MTLSize { width: n.div_ceil(TILE), height: m.div_ceil(TILE), depth: 1 };
             let threads = MTLSize { width: 32, height: 2, depth: 2 };
             encoder.dispatchThreadgroups_threadsPerThreadgroup(groups, threads);
-            Ok(())
         })
     }
 
@@ -269,7 +292,11 @@ unsafe fn set_bytes<T>(encoder: &Encoder, index: usize, values: &[T]) {
 fn bind(op: &'static str, arg: &Arg) -> Result<(Buffer, usize)> {
     let (storage, layout) = arg.tensor.storage_and_layout();
     let Storage::Metal(metal) = &*storage else {
-        return Err(Error::op(op, "a tensor of the GPU", format!("{:?}", arg.tensor.device().location())));
+        return Err(Error::op(
+            op,
+            "a tensor of the GPU (there may be no memory left for one)",
+            format!("{:?}", arg.tensor.device().location()),
+        ));
     };
     let first = layout.start_offset() + arg.offset;
     if !layout.is_contiguous() || memory(metal).1 < first * metal.dtype().size_in_bytes() {
@@ -290,9 +317,13 @@ fn buffer(device: &ProtocolObject<dyn MTLDevice>, bytes: usize) -> Result<Buffer
     Ok(Buffer::new(made.ok_or_else(|| Error::failed(format!("the GPU has no {bytes} bytes left")))?))
 }
 
-/// Ends and commits the open command buffer, if there is one.
+/// Ends and commits the open command buffer, if there is one, and forgets those that are done.
 fn send(work: &mut Work) {
-    if let Some((commands, encoder, _)) = work.open.take() {
+    let is_done = |(_, sent): &(u64, Commands)| sent.status() == MTLCommandBufferStatus::Completed;
+    while work.sent.front().is_some_and(is_done) {
+        work.sent.pop_front();
+    }
+    if let Some(Open { commands, encoder, .. }) = work.open.take() {
         encoder.endEncoding();
         commands.commit();
         work.commits += 1;
@@ -327,7 +358,7 @@ impl Gpu for Metal {
             let mut buffers: Vec<_> = bound.iter().map(raw).collect();
             let mut offsets: Vec<usize> = bound.iter().map(|(_, offset)| *offset).collect();
             let words: Vec<u32> = numbers.iter().map(|n| n.bits()).collect();
-            self.encode(|encoder, _| {
+            self.encode(0.0, |encoder| {
                 encoder.setComputePipelineState(&pipeline);
                 let range = NSRange { location: 0, length: buffers.len() };
                 // SAFETY: Metal reads as many pointers and offsets during the call as `range` says; `bound` keeps the buffers.
@@ -343,7 +374,6 @@ impl Gpu for Metal {
                 let [width, height, depth] = groups;
                 let threads = MTLSize { width: kernel.threads, height: 1, depth: 1 };
                 encoder.dispatchThreadgroups_threadsPerThreadgroup(MTLSize { width, height, depth }, threads);
-                Ok(())
             })
         })
     }

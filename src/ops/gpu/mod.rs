@@ -330,6 +330,6 @@ pub trait Gpu: Send + Sync {
         self.wait_for(last)
     }
 
-    /// Keeps the memory of these tensors where the GPU finds it, for as long as they live.
+    /// Keeps the memory of these tensors where the GPU finds it, to the end of the process.
     fn keep_resident(&self, tensors: &[&Tensor]) -> Result<()>;
 }
