@@ -48,19 +48,19 @@ pub struct Choice {
     pub kind: Kind,
     /// Why, as a sentence for the user.
     pub reason: String,
+    /// Whether there would be a better device, were it not for the reason.
+    pub fallback: bool,
 }
 
 /// The device of that name (`auto`, `cpu`, `cuda`, `metal`), or an error if this build does not have it.
 pub fn choose(name: &str) -> Result<Choice> {
-    let asked = |kind| Ok(Choice { kind, reason: "asked for".into() });
+    let choice = |kind, reason: &str, fallback| Ok(Choice { kind, reason: reason.into(), fallback });
     match (name, gpu::missing()) {
-        ("cpu", _) => asked(Kind::Cpu),
-        ("metal", None) => asked(Kind::Metal),
-        ("auto", None) => Ok(Choice { kind: Kind::Metal, reason: "the GPU of this Mac".into() }),
-        ("auto", Some(reason)) => {
-            let reason = if cfg!(target_os = "macos") { reason } else { "the only device of this build".into() };
-            Ok(Choice { kind: Kind::Cpu, reason })
-        }
+        ("cpu", _) => choice(Kind::Cpu, "asked for", false),
+        ("metal", None) => choice(Kind::Metal, "asked for", false),
+        ("auto", None) => choice(Kind::Metal, "the GPU of this Mac", false),
+        ("auto", Some(reason)) if cfg!(target_os = "macos") => choice(Kind::Cpu, &reason, true),
+        ("auto", Some(_)) => choice(Kind::Cpu, "the only device of this build", false),
         ("metal", Some(reason)) if cfg!(target_os = "macos") => {
             Err(Error::usage(reason).with_hint("leave --device out, or use --device cpu"))
         }

@@ -11,7 +11,7 @@ use super::args::{
     FinetuneArgs, Global, MergeArgs, SampleArgs, SamplingArgs, ScoreArgs, TokenizerCommand, TrainArgs,
 };
 use super::flags::{DataFlags, PresetFlags};
-use super::terminal::{Terminal, out};
+use super::terminal::{Terminal, err, out};
 use super::{flags, show};
 use crate::device;
 use crate::error::{Error, Result};
@@ -32,6 +32,9 @@ use crate::recipes::{bench, data, distill, doctor, eval, finetune, inspect, merg
 pub fn run(cli: Cli, interrupt: &Interrupt) -> Result<()> {
     let global = cli.global;
     let choice = device::choose(&global.device)?;
+    if choice.fallback {
+        err(&format!("note: this runs on the CPU: {}", choice.reason));
+    }
     device::start(&choice)?;
     let family = match &global.cpu_kernels {
         Some(name) => Family::named(name)?,

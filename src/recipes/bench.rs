@@ -125,7 +125,7 @@ pub fn train(config: &BenchConfig) -> Result<BenchSummary> {
         bytes: 4 * 7 * trained,
         tokens,
     };
-    Ok(summary(("train", precision.name()), config, &shape, median(times), work, &mut trainer.ctx))
+    summary(("train", precision.name()), config, &shape, median(times), work, &mut trainer.ctx)
 }
 
 /// The model that is decoded, in an engine of that context.
@@ -222,7 +222,7 @@ pub fn decode(config: &BenchConfig) -> Result<BenchSummary> {
     };
     let ctx = &mut Ctx::open(config.family);
     ctx.set_precision(if config.kind == WeightType::F32 { Precision::F32 } else { Precision::fastest(config.family) });
-    Ok(summary(("decode", config.kind.name()), config, &shape, median(times), work, ctx))
+    summary(("decode", config.kind.name()), config, &shape, median(times), work, ctx)
 }
 
 /// What is measured: the checkpoint, or the preset.
@@ -244,11 +244,11 @@ fn summary(
     seconds: f64,
     work: Work,
     ctx: &mut Ctx,
-) -> BenchSummary {
+) -> Result<BenchSummary> {
     let peak_memory_bytes = device::peak_memory();
     let (flops, bytes) = (work.flops / seconds, work.bytes as f64 / seconds);
-    let (matmul, stream) = (rates::matmul(ctx), rates::stream(ctx, work.bytes));
-    BenchSummary {
+    let (matmul, stream) = (rates::matmul(ctx)?, rates::stream(ctx, work.bytes)?);
+    Ok(BenchSummary {
         mode,
         preset: named(config),
         parameters: shape.parameters(),
@@ -267,5 +267,5 @@ fn summary(
         stream_gbytes_per_second: stream / 1e9,
         stream_share: bytes / stream,
         peak_memory_bytes,
-    }
+    })
 }
