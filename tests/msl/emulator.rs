@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use gpt::error::{Error, Result};
 use gpt::ops::ctx::Ctx;
 use gpt::ops::gpu::{Access, Dispatch, Gpu, Product};
@@ -240,18 +240,6 @@ impl Gpu for Emulator {
                 to[c.offset + i * n + j] = sum as f32;
             }
         }
-        Ok(())
-    }
-
-    fn commit(&self) -> Result<u64> {
-        Ok(0)
-    }
-
-    fn wait_for(&self, _: u64) -> Result<()> {
-        Ok(())
-    }
-
-    fn keep_resident(&self, _: &[&Tensor]) -> Result<()> {
         Ok(())
     }
 }

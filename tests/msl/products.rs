@@ -1,6 +1,6 @@
 //! The products of decoding with weights of every format, against candle's blocks and sums in f64.
 
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
 use gpt::ops::blocks::{BLOCK, Format};
 use gpt::ops::ctx::Ctx;
@@ -45,25 +45,10 @@ fn columns(format: DeviceFormat) -> &'static [usize] {
     }
 }
 
-fn of_candle(format: DeviceFormat) -> GgmlDType {
-    match format {
-        DeviceFormat::F32 => GgmlDType::F32,
-        DeviceFormat::F16 => GgmlDType::F16,
-        DeviceFormat::Bf16 => GgmlDType::BF16,
-        DeviceFormat::Q8_0 => GgmlDType::Q8_0,
-        DeviceFormat::Q4_0 => GgmlDType::Q4_0,
-        DeviceFormat::Q4_1 => GgmlDType::Q4_1,
-        DeviceFormat::Q5_0 => GgmlDType::Q5_0,
-        DeviceFormat::Q5_1 => GgmlDType::Q5_1,
-        DeviceFormat::Q4K => GgmlDType::Q4K,
-        DeviceFormat::Q6K => GgmlDType::Q6K,
-    }
-}
-
 /// A weight that candle quantised, and the numbers that it stands for to candle.
 fn random_weight(format: DeviceFormat, salt: u64, (rows, columns): (usize, usize)) -> (DeviceWeight, Vec<f32>) {
     let plain = Tensor::from_vec(normal(salt, rows * columns), (rows, columns), &Device::Cpu).unwrap();
-    let quantised = QTensor::quantize(&plain, of_candle(format)).unwrap();
+    let quantised = QTensor::quantize(&plain, format.of_candle()).unwrap();
     let bytes = quantised.data().unwrap();
     assert_eq!(bytes.len(), rows * format.row_bytes(columns), "{}", format.name());
     let weight = DeviceWeight::from_bytes(format, rows, columns, &bytes).unwrap();

@@ -2,8 +2,6 @@
 //!
 //! Used by `gpt bench decode --count`. Buffers keep what they were made with, zeros, so ids read from one are valid.
 
-use candle_core::Tensor;
-
 use super::{Dispatch, Gpu, Product};
 use crate::error::Result;
 
@@ -19,18 +17,6 @@ impl Gpu for Counting {
     }
 
     fn multiply(&self, _: &Product) -> Result<()> {
-        Ok(())
-    }
-
-    fn commit(&self) -> Result<u64> {
-        Ok(0)
-    }
-
-    fn wait_for(&self, _: u64) -> Result<()> {
-        Ok(())
-    }
-
-    fn keep_resident(&self, _: &[&Tensor]) -> Result<()> {
         Ok(())
     }
 }

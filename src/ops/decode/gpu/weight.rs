@@ -4,7 +4,8 @@
 //! blocks.metal; they multiply f32 rows, whatever the weight, in f32. What must stay true: a row's result has the same bits
 //! alone and beside others. Buffers may be larger than the rows of a call, so that they are made once.
 
-use candle_core::{DType, Tensor};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
@@ -52,6 +53,22 @@ impl DeviceFormat {
 
     pub fn name(self) -> &'static str {
         kernels::FORMATS[self as usize]
+    }
+
+    /// candle's name for it, whose reading of the bytes is the reference of the kernels.
+    pub fn of_candle(self) -> GgmlDType {
+        match self {
+            DeviceFormat::F32 => GgmlDType::F32,
+            DeviceFormat::F16 => GgmlDType::F16,
+            DeviceFormat::Bf16 => GgmlDType::BF16,
+            DeviceFormat::Q8_0 => GgmlDType::Q8_0,
+            DeviceFormat::Q4_0 => GgmlDType::Q4_0,
+            DeviceFormat::Q4_1 => GgmlDType::Q4_1,
+            DeviceFormat::Q5_0 => GgmlDType::Q5_0,
+            DeviceFormat::Q5_1 => GgmlDType::Q5_1,
+            DeviceFormat::Q4K => GgmlDType::Q4K,
+            DeviceFormat::Q6K => GgmlDType::Q6K,
+        }
     }
 
     /// Weights of a block, and its bytes: ggml's `block_*`.
@@ -175,24 +192,11 @@ impl DeviceWeight {
 
     /// What the weights stand for, (rows, columns), by candle's own reading of the formats: the reference of the kernels.
     pub fn numbers(&self) -> Result<Vec<f32>> {
-        use candle_core::quantized::{GgmlDType, QStorage, QTensor};
-        let dtype = match self.format {
-            DeviceFormat::F32 => GgmlDType::F32,
-            DeviceFormat::F16 => GgmlDType::F16,
-            DeviceFormat::Bf16 => GgmlDType::BF16,
-            DeviceFormat::Q8_0 => GgmlDType::Q8_0,
-            DeviceFormat::Q4_0 => GgmlDType::Q4_0,
-            DeviceFormat::Q4_1 => GgmlDType::Q4_1,
-            DeviceFormat::Q5_0 => GgmlDType::Q5_0,
-            DeviceFormat::Q5_1 => GgmlDType::Q5_1,
-            DeviceFormat::Q4K => GgmlDType::Q4K,
-            DeviceFormat::Q6K => GgmlDType::Q6K,
-        };
         let words = storage::read::<u32>(OP, &self.words)?;
         let bytes: Vec<u8> =
             words.iter().flat_map(|word| word.to_le_bytes()).take(self.rows * self.row_bytes).collect();
-        let data = QStorage::from_data(bytes.into(), &candle_core::Device::Cpu, dtype)?;
-        let tensor = QTensor::new(data, (self.rows, self.columns))?.dequantize(&candle_core::Device::Cpu)?;
+        let data = QStorage::from_data(bytes.into(), &Device::Cpu, self.format.of_candle())?;
+        let tensor = QTensor::new(data, (self.rows, self.columns))?.dequantize(&Device::Cpu)?;
         Ok(storage::read::<f32>(OP, &tensor)?.to_vec())
     }
 
