@@ -6,7 +6,7 @@ struct Sampling { uint vocab; uint purpose; };
 // How an output is sampled: the lane that it belongs to, and the row's settings.
 struct Output { uint lane; uint seed0; uint seed1; uint top_k; float temperature; };
 
-// An output whose logits are not numbers.
+// Reported for an output whose logits are not numbers; the pass after it takes an id that there is.
 constant uint NOT_A_NUMBER = 0xFFFFFFFF;
 
 // ln x for normal positive x (Cephes' logf), in products and sums that are never fused.
@@ -122,7 +122,8 @@ kernel void sample(
     device const uint* lanes [[buffer(2)]],
     device uint* ids [[buffer(3)]],
     device uint* next_lanes [[buffer(4)]],
-    constant Sampling& n [[buffer(5)]],
+    device uint* reported [[buffer(5)]],
+    constant Sampling& n [[buffer(6)]],
     uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -173,7 +174,8 @@ kernel void sample(
         chosen = best_id(top, id_of_top, shared, ids_of, place);
     }
     if (thread_index == 0) {
-        ids[group] = odd > 0.0f || !isfinite(best) ? NOT_A_NUMBER : chosen;
+        ids[group] = chosen;
+        reported[group] = odd > 0.0f || !isfinite(best) ? NOT_A_NUMBER : chosen;
         next_lanes[2 * group] = row;
         next_lanes[2 * group + 1] = position;
     }

@@ -34,7 +34,7 @@ struct View {
     /// Row and position of each lane.
     lanes: Vec<(usize, usize)>,
     /// The pages of all rows. No two texts share the page that is written to.
-    pages: Vec<u32>,
+    pages: Vec<u64>,
     choosing: Vec<Choosing>,
 }
 

@@ -203,40 +203,43 @@ impl Engine {
             self.take(rows, room);
             self.forward(rows, Outputs::None, false)?;
         }
-        let proposals = |row: usize| proposed.get(row).map_or(&[][..], Vec::as_slice);
+        let on_device = self.decoder.is_gpu() && rows.iter().all(|row| gpu::choosing(row).is_some());
+        let known: Vec<usize> = rows.iter().map(|row| row.ids().len()).collect();
         self.pass.takes.clear();
         self.pass.wanted.clear();
         for (i, row) in rows.iter_mut().enumerate() {
-            self.pass.takes.push(row.pending() + proposals(i).len());
-            self.pass.wanted.push(proposals(i).len() + 1);
-            row.propose(proposals(i));
+            let proposed = proposed.get(i).map_or(&[][..], Vec::as_slice);
+            self.pass.takes.push(row.pending() + proposed.len());
+            self.pass.wanted.push(proposed.len() + 1);
+            row.propose(proposed);
         }
-        let on_device = self.decoder.is_gpu() && rows.iter().all(|row| gpu::choosing(row).is_some());
-        self.forward(rows, Outputs::Last, on_device)?;
-        let known: Vec<usize> = rows.iter().enumerate().map(|(i, row)| row.ids().len() - proposals(i).len()).collect();
+        let computed = self.forward(rows, Outputs::Last, on_device);
         // Back to what is certain; the keys of the proposed ids stay for those that are confirmed.
         rows.iter_mut().zip(&known).for_each(|(row, known)| row.unpropose(*known));
-        // Every row's last id is computed now, or will be by what was just handed over.
-        if on_device && proposed.iter().all(|ids| ids.is_empty()) {
-            self.decoder.look_ahead(&mut self.ctx, rows)?;
-        }
-        let chosen = if on_device { Some(self.decoder.chosen(&mut self.ctx)?) } else { None };
-        let mut first = 0;
-        let taken: Result<Vec<usize>> = rows
-            .iter_mut()
-            .enumerate()
-            .map(|(i, row)| {
-                let taken = self.confirm(row, proposals(i), first, chosen.as_deref());
-                first += proposals(i).len() + 1;
-                taken
-            })
-            .collect();
+        let taken = computed.and_then(|()| self.settle(rows, proposed, on_device));
         for (row, known) in rows.iter_mut().zip(known) {
             // After a failure no row has moved.
             let len = if taken.is_ok() { row.ids().len() } else { known };
             row.truncate(len)?;
         }
         taken
+    }
+
+    /// Gives the rows their tokens after a pass over what is proposed for them. Returns how many of these each has taken.
+    fn settle(&mut self, rows: &mut [&mut Row], proposed: &[Vec<u32>], on_device: bool) -> Result<Vec<usize>> {
+        // Every row's last id is computed now, or will be by what was just handed over.
+        if on_device && proposed.iter().all(|ids| ids.is_empty()) {
+            self.decoder.look_ahead(&mut self.ctx, rows)?;
+        }
+        let chosen = if on_device { Some(self.decoder.chosen(&mut self.ctx)?) } else { None };
+        let mut first = 0;
+        let each = rows.iter_mut().enumerate().map(|(i, row)| {
+            let proposed = proposed.get(i).map_or(&[][..], Vec::as_slice);
+            let taken = self.confirm(row, proposed, first, chosen.as_deref());
+            first += proposed.len() + 1;
+            taken
+        });
+        each.collect()
     }
 
     /// Tokens for a row from the logits that start at output `first`, as long as they are the proposed ones, and one more.

@@ -95,8 +95,8 @@ impl Cache {
         &self.tables[layer]
     }
 
-    /// The pages of all layers on a GPU, by number.
-    pub fn device_pages(&self) -> impl Iterator<Item = u32> {
+    /// The pages of all layers on a GPU, told apart for ever.
+    pub fn device_pages(&self) -> impl Iterator<Item = u64> {
         self.tables.iter().flat_map(Table::device_pages)
     }
 

@@ -252,3 +252,36 @@ fn proposals_forks_and_saved_caches_change_no_text() {
         assert_eq!(row.new_ids(), want, "case {i}: from bytes on the CPU");
     }
 }
+
+#[test]
+fn a_minimum_length_holds_beside_proposals_and_nan_moves_no_row() {
+    if !emulator::available() {
+        return;
+    }
+    let config = config(ModelType::Qwen3, (2, 1, 16), vec![None]);
+    let mut gpu = engine(emulator::ctx(), &config, WeightType::F32);
+    let plain = RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
+    let free = texts(&mut gpu, &[5], &plain, 4).remove(0);
+    // The second token would end the row, but four are asked for: the stop id is passed over, proposed or not.
+    let settings = RowSettings { stop: vec![free[1]], min_tokens: 4, ..plain.clone() };
+    let mut cpu = engine(Ctx::cpu(Family::Portable), &config, WeightType::F32);
+    let want = texts(&mut cpu, &[5], &settings, 4).remove(0);
+    assert!(!want[..3].contains(&free[1]));
+    let mut row = gpu.row(&prompt(0, 5), settings).unwrap();
+    gpu.advance(&mut [&mut row], &[free.clone()]).unwrap();
+    while row.new_ids().len() < 4 {
+        gpu.step(&mut [&mut row]).unwrap();
+    }
+    assert_eq!(row.new_ids()[..4], want);
+    let broken = |name: &str, shape: &[usize]| match name {
+        "model.norm.weight" => Ok(vec![f32::NAN; shape[0]]),
+        _ => weights(name, shape),
+    };
+    let mut gpu = Engine::new(emulator::ctx(), &config, WeightType::F32, broken).unwrap();
+    let mut row = gpu.row(&prompt(0, 5), plain).unwrap();
+    for _ in 0..2 {
+        let error = gpu.step(&mut [&mut row]).unwrap_err().to_string();
+        assert!(error.contains("not a number"), "{error}");
+        assert_eq!((row.new_ids().len(), row.pending()), (0, 1));
+    }
+}

@@ -60,9 +60,10 @@ impl Table {
         if let Some(Page::Device(page)) = self.page(block) { page.id() } else { 0 }
     }
 
-    /// The numbers of all pages on a GPU.
-    pub fn device_pages(&self) -> impl Iterator<Item = u32> {
-        self.blocks().map(|block| self.device_page(block))
+    /// The handles of all pages on a GPU, which tell them apart for ever.
+    pub fn device_pages(&self) -> impl Iterator<Item = u64> {
+        let handle = |page: &Arc<Page>| if let Page::Device(page) = &**page { page.handle() } else { 0 };
+        self.pinned.iter().chain(&self.recent).map(handle)
     }
 
     /// The blocks whose pages are kept.

@@ -134,7 +134,7 @@ kernels! {
         (partial: Read F32, attention: Write F32) [query_heads: U32, dim: U32, stretches: U32];
     /// The next ids, and the lanes after them.
     SAMPLE = "noise" "sample" NONE ONE 256
-        (logits: Read F32, outputs: Read U32, lanes: Read U32, ids: Write U32, next_lanes: Write U32)
+        (logits: Read F32, outputs: Read U32, lanes: Read U32, ids: Write U32, next_lanes: Write U32, reported: Write U32)
         [vocab: U32, purpose: U32];
 
     /// y = norm(x) W^T, of the rows of x that `select` names if `selected`.

@@ -217,18 +217,20 @@ impl Decoder {
         norm_product(ctx, normed, &self.head.lm_head, outputs, &logits)?;
         let mut chosen = None;
         if step.choosing.is_some() {
-            let (ids, lanes) = (ctx.output(DType::U32, outputs)?, ctx.output(DType::U32, 2 * outputs)?);
+            let [ids, reported] = [ctx.output(DType::U32, outputs)?, ctx.output(DType::U32, outputs)?];
+            let lanes = ctx.output(DType::U32, 2 * outputs)?;
             let args = [
                 Arg::read(&logits),
                 Arg::read(self.state.choosing()?),
                 Arg::read(self.state.lanes()?),
                 Arg::write(&ids),
                 Arg::write(&lanes),
+                Arg::write(&reported),
             ];
             let numbers = [vocab.into(), (Purpose::Sampling as u32).into()];
             ctx.dispatch(&kernels::SAMPLE, DType::F32, &args, &numbers, outputs)?;
-            self.state.chosen(step, (ids.clone(), lanes));
-            chosen = Some(ids);
+            self.state.chosen(step, (ids, lanes));
+            chosen = Some(reported);
         }
         self.logits = Some(logits);
         Ok(chosen)

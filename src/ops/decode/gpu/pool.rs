@@ -46,6 +46,8 @@ struct Memory {
     capacity: usize,
     taken: usize,
     free: Vec<u32>,
+    /// Handles that were ever given out.
+    handles: u64,
 }
 
 fn tensor(words: usize) -> Tensor {
@@ -54,7 +56,7 @@ fn tensor(words: usize) -> Tensor {
 
 impl Pool {
     fn new(words: usize) -> Self {
-        let memory = Memory { tensor: tensor(1), capacity: 0, taken: 0, free: Vec::new() };
+        let memory = Memory { tensor: tensor(1), capacity: 0, taken: 0, free: Vec::new(), handles: 0 };
         Self { words, memory: Mutex::new(memory) }
     }
 
@@ -84,7 +86,8 @@ impl Pool {
                 (memory.taken - 1) as u32
             }
         };
-        DevicePage { id, pool: Arc::clone(self) }
+        memory.handles += 1;
+        DevicePage { id, handle: memory.handles, pool: Arc::clone(self) }
     }
 
     fn grow(&self, memory: &mut Memory) {
@@ -109,12 +112,18 @@ impl Pool {
 /// A page of a pool; its number is free again when the handle goes.
 pub struct DevicePage {
     id: u32,
+    /// Unlike the number never given out again.
+    handle: u64,
     pool: Arc<Pool>,
 }
 
 impl DevicePage {
     pub fn id(&self) -> u32 {
         self.id
+    }
+
+    pub fn handle(&self) -> u64 {
+        self.handle
     }
 
     pub fn bytes(&self) -> usize {
