@@ -30,7 +30,7 @@ def kernels(model, vocab, weights, position):
 
     keys = 2 * kv * d * position
     return [
-        ("embed_blocks", 1, (c * BYTES["f32" if weights == "f32" else weights] + 4 * c, c)),
+        ("embed_blocks", 1, (c * BYTES[weights] + 4 * c, c)),
         ("norm_product, queries keys values", layers, product(qkv, c, True)),
         ("append", layers, (4 * (qkv + 2 * width) + 2 * page * kv * d, 20 * qkv)),
         ("attend", layers, (page * keys + 4 * (2 * width + stretches * heads * (d + 2)), 4 * position * width)),
@@ -95,6 +95,13 @@ def table(preset, what, size):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        sys.exit(print(__doc__))
+    try:
+        preset, what, size = sys.argv[1:]
+        numbers = [int(n) for n in size.split("x")]
+        if min(numbers) < 1 or len(numbers) != 1 + (what == "train") or what not in [*BYTES, "train"]:
+            raise ValueError
+        table(preset, what, size)
+    except (ValueError, FileNotFoundError):
         sys.exit(__doc__)
-    table(*sys.argv[1:])

@@ -68,7 +68,7 @@ pub fn choose(name: &str) -> Result<Choice> {
             .with_hint("leave --device out, or use --device cpu")),
         _ => {
             let near = nearest(name, ["auto", "cpu", "cuda", "metal"]);
-            let hint = near.unwrap_or_else(|| "one of: auto, cpu".into());
+            let hint = near.unwrap_or_else(|| "one of: auto, cpu, metal".into());
             Err(Error::usage(format!("unknown device `{name}`")).with_hint(hint))
         }
     }

@@ -6,13 +6,6 @@
 // has which element of a matrix, so scores pass through threadgroup memory, where lanes 4 r .. 4 r + 3 share row r.
 // Every sum has one order, so results do not change from run to run. Dao, "FlashAttention-2" (2023).
 
-// Matrices stay in registers only if their indices are constants. The emulator needs none of that.
-#ifdef __METAL_VERSION__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL
-#endif
-
 // Elements between the rows of a tile, so that rows do not begin in the same bank of threadgroup memory.
 constant constexpr uint PAD = 4;
 

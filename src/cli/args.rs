@@ -24,7 +24,7 @@ pub struct Global {
     /// Threads to compute with; all cores if not given
     #[arg(long, global = true, value_name = "N")]
     pub threads: Option<usize>,
-    /// Where to compute: auto or cpu
+    /// Where to compute: auto, cpu or metal (a Mac's GPU, which auto takes there)
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
     /// CPU kernels: avx512bf16, avx512, avx2, neon or portable; the fastest that runs here if not given
@@ -344,7 +344,7 @@ pub struct DoctorArgs {
     #[command(flatten)]
     pub memory: MemoryArgs,
     /// Run every kernel of the Mac's GPU against the CPU instead, and print errors and speeds
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["checkpoint", "batch", "context"])]
     pub metal: bool,
 }
 

@@ -140,7 +140,7 @@ impl Cache {
     /// Appends all pages to `bytes`.
     pub fn write_to(&self, bytes: &mut Vec<u8>) -> Result<()> {
         bytes.extend((self.len as u64).to_le_bytes());
-        self.tables.iter().try_for_each(|table| table.write_to(bytes))
+        self.tables.iter().try_for_each(|table| table.write_to(bytes, self.len))
     }
 
     /// Takes what `write_to` appended, into an empty cache made in the same way; `None` if that is not what `bytes` are.

@@ -1,13 +1,13 @@
 //! The launch context: where ops run, the free list their outputs come from, and the counters.
 //!
-//! Every op takes `&mut Ctx`. Training opens one for a run, the engine one for a model; on this page it is the CPU's
-//! (the one rayon pool is installed by the caller). The counters say how many ops and bytes a step costs on any machine.
+//! Every op takes `&mut Ctx`. Training opens one for a run, the engine one for a model: of the CPU (the
+//! one rayon pool is installed by the caller), or with a GPU that ops are handed to. The counters say how many ops and bytes a step costs on any machine.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 use half::{bf16, f16};
 
 use super::gemm::Precision;
@@ -38,7 +38,6 @@ pub struct Counts {
 }
 
 pub struct Ctx {
-    device: Device,
     gpu: Option<Arc<dyn Gpu>>,
     family: Family,
     precision: Precision,
@@ -53,7 +52,7 @@ impl Ctx {
         assert!(family.available(), "{} kernels cannot run on this CPU", family.name());
         let (precision, counts) = (Precision::F32, Counts::default());
         let (free, team) = (Arc::default(), Arc::default());
-        Self { device: Device::Cpu, gpu: None, family, precision, free, team, counts }
+        Self { gpu: None, family, precision, free, team, counts }
     }
 
     /// A context whose ops are handed to `gpu`; `family` is for what stays on the CPU.
@@ -64,6 +63,11 @@ impl Ctx {
     /// A context for the device that this process has started, or else the CPU.
     pub fn open(family: Family) -> Self {
         gpu::home().map_or_else(|| Self::cpu(family), |gpu| Self::gpu(gpu, family))
+    }
+
+    /// What results depend on in their last bits: the GPU's name, or the family of the CPU's kernels.
+    pub fn kernels_name(&self) -> &'static str {
+        self.gpu.as_ref().map_or(self.family.name(), |gpu| gpu.name())
     }
 
     /// `cpu`, or the GPU's name.
@@ -90,8 +94,8 @@ impl Ctx {
     pub fn fork(&self) -> Self {
         let (free, team) = (Arc::clone(&self.free), Arc::clone(&self.team));
         let (family, precision) = (self.family, self.precision);
-        let (device, gpu) = (self.device.clone(), self.gpu.clone());
-        Self { device, gpu, family, precision, free, team, counts: Counts::default() }
+        let gpu = self.gpu.clone();
+        Self { gpu, family, precision, free, team, counts: Counts::default() }
     }
 
     fn device_of(&self, op: &'static str) -> Result<&dyn Gpu> {
@@ -184,10 +188,6 @@ impl Ctx {
         vec.copy_from_slice(numbers);
         self.transfer(std::mem::size_of_val(numbers), 0);
         self.value(vec, shape)
-    }
-
-    pub fn device(&self) -> &Device {
-        &self.device
     }
 
     pub fn family(&self) -> Family {

@@ -265,7 +265,7 @@ pub(super) fn precision(preset: &Preset, family: Family) -> Result<Precision> {
     Ok(match (preset.train.dtype.as_str(), gpu::home()) {
         ("bf16", Some(gpu)) => {
             let what = format!("--dtype bf16 on {}, where training multiplies f32", gpu.name());
-            return Err(Error::usage(what).with_hint("leave --dtype out, or use --device cpu"));
+            return Err(Error::usage(what).with_hint("use --dtype f32, or --device cpu"));
         }
         ("bf16", None) => Precision::Bf16,
         ("f32", _) | (_, Some(_)) => Precision::F32,

@@ -197,7 +197,7 @@ fn trainer(
         return Err(Error::usage(what).with_hint("go on with the command and the flags that began it"));
     }
     folder.restore(step, &mut trainer, &state)?;
-    if state.kernels != config.family.name() {
+    if state.kernels != trainer.ctx.kernels_name() {
         let what = format!(
             "this run was computed with the {} kernels and goes on with {}: the last bits will differ",
             state.kernels,
@@ -330,7 +330,7 @@ impl Hooks for Run<'_> {
             step: trainer.step,
             cursor: trainer.cursor,
             best,
-            kernels: trainer.ctx.family().name().to_owned(),
+            kernels: trainer.ctx.kernels_name().to_owned(),
             train_tokens: self.resolved.corpus.train_tokens() as u64,
             tokenizer: self.resolved.tokenizer.hash(),
             goal: self.goal.clone(),

@@ -268,7 +268,7 @@ fn a_minimum_length_holds_beside_proposals_and_nan_moves_no_row() {
     let want = texts(&mut cpu, &[5], &settings, 4).remove(0);
     assert!(!want[..3].contains(&free[1]));
     let mut row = gpu.row(&prompt(0, 5), settings).unwrap();
-    gpu.advance(&mut [&mut row], &[free.clone()]).unwrap();
+    gpu.advance(&mut [&mut row], std::slice::from_ref(&free)).unwrap();
     while row.new_ids().len() < 4 {
         gpu.step(&mut [&mut row]).unwrap();
     }
@@ -284,4 +284,50 @@ fn a_minimum_length_holds_beside_proposals_and_nan_moves_no_row() {
         assert!(error.contains("not a number"), "{error}");
         assert_eq!((row.new_ids().len(), row.pending()), (0, 1));
     }
+}
+
+#[test]
+fn a_loaded_cache_gets_its_own_next_token_and_a_whole_page_can_be_saved() {
+    if !emulator::available() {
+        return;
+    }
+    let config = config(ModelType::Qwen3, (4, 2, 16), vec![None, None]);
+    let greedy = || RowSettings { sampling: Sampling::greedy(), ..RowSettings::default() };
+    let mut cpu = engine(Ctx::cpu(Family::Portable), &config, WeightType::F32);
+    for first in 0..3 {
+        let mut gpu = engine(emulator::ctx(), &config, WeightType::F32);
+        let mut row = gpu.row(&prompt(first, 9), greedy()).unwrap();
+        let last = gpu.step(&mut [&mut row]).unwrap()[0];
+        // Its next pass is handed over, its pages are free for a row of the same length and last id.
+        drop(row);
+        let other = [prompt(first + 7, 9), vec![last]].concat();
+        let mut saved = cpu.row(&other, greedy()).unwrap();
+        cpu.prefill(&mut saved).unwrap();
+        let mut bytes = Vec::new();
+        saved.write_cache(&mut bytes).unwrap();
+        let want = cpu.step(&mut [&mut saved]).unwrap();
+        gpu.row(&other, greedy()).unwrap().read_cache(&bytes).unwrap();
+        let mut row = gpu.row(&other, greedy()).unwrap();
+        row.read_cache(&bytes).unwrap();
+        assert_eq!(gpu.step(&mut [&mut row]).unwrap(), want, "{first}");
+    }
+    let mut gpu = engine(emulator::ctx(), &config, WeightType::F32);
+    let mut row = gpu.row(&prompt(0, 60), greedy()).unwrap();
+    for _ in 0..5 {
+        gpu.step(&mut [&mut row]).unwrap();
+    }
+    let mut bytes = Vec::new();
+    row.write_cache(&mut bytes).unwrap();
+    let mut loaded = gpu.row(row.ids(), greedy()).unwrap();
+    loaded.read_cache(&bytes).unwrap();
+    assert_eq!(gpu.step(&mut [&mut loaded]).unwrap(), gpu.step(&mut [&mut row]).unwrap());
+    // Another kind of cache, once nothing of the first is left.
+    let narrow = || RowSettings {
+        cache: CacheSettings { quantization: Some(Quantization::default()), ..CacheSettings::default() },
+        ..greedy()
+    };
+    assert!(gpu.row(&[1], narrow()).is_err());
+    drop((row, loaded));
+    let mut row = gpu.row(&[1], narrow()).unwrap();
+    gpu.step(&mut [&mut row]).unwrap();
 }

@@ -177,6 +177,16 @@ fn run_threads(mutant: &Mutant, text: &str, records: &[&super::emulator::Record]
 }
 
 #[test]
+fn the_sources_themselves_are_not_caught() {
+    if !available() {
+        return;
+    }
+    for file in ["cross_entropy", "page", "attend"] {
+        assert!(!is_caught(&race(file, "nothing", "", ""), &source(file)), "{file}");
+    }
+}
+
+#[test]
 fn every_mutant_is_caught() {
     if !available() {
         return;

@@ -22,7 +22,7 @@ use gpt::trainer::step::{StepRecord, Trainer};
 use super::decode;
 
 /// The self-test's smallest.
-pub const SMALL: Scale = Scale { rows: 20, channels: 256, vocab: 300, tokens: 3, repeats: 1 };
+pub const SMALL: Scale = Scale { rows: 20, channels: 256, vocab: 300, prompt: 66, tokens: 3, repeats: 1 };
 
 pub fn numbers(salt: u64, len: usize) -> Vec<f32> {
     let stream = Stream::new(17, Purpose::Test);

@@ -172,12 +172,16 @@ impl Table {
         unsafe { page.head(0, self.heads.dim).1[position % PAGE * self.heads.dim] }
     }
 
-    /// Appends the pages, and which they are, to `bytes`.
-    pub fn write_to(&self, bytes: &mut Vec<u8>) -> Result<()> {
-        for number in [self.pinned.len(), self.first, self.recent.len()] {
+    /// Appends the pages of the first `len` positions, and which they are, to `bytes`.
+    pub fn write_to(&self, bytes: &mut Vec<u8>, len: usize) -> Result<()> {
+        // A page that is only reserved for the next position is left out.
+        let blocks = len.div_ceil(PAGE);
+        let pinned = self.pinned.len().min(blocks);
+        let recent = self.recent.len().min(blocks.saturating_sub(self.first));
+        for number in [pinned, self.first, recent] {
             bytes.extend((number as u64).to_le_bytes());
         }
-        self.pinned.iter().chain(&self.recent).try_for_each(|page| page.save(bytes))
+        self.pinned.iter().take(pinned).chain(self.recent.iter().take(recent)).try_for_each(|page| page.save(bytes))
     }
 
     /// Takes the pages that `write_to` appended for `len` positions from the start of `bytes`, into an empty table made in the

@@ -34,7 +34,7 @@ type Pipeline = Retained<ProtocolObject<dyn MTLComputePipelineState>>;
 type Library = Retained<ProtocolObject<dyn MTLLibrary>>;
 type ResidencySet = Retained<ProtocolObject<dyn MTLResidencySet>>;
 
-/// A command buffer takes so many dispatches at most, and products of so many operations (some ten milliseconds): the system
+/// A command buffer takes so many dispatches at most, and products of so many operations each: the system
 /// stops one that keeps the GPU from the screen for seconds.
 const MOST_DISPATCHES: usize = 512;
 const MOST_OPERATIONS: f64 = 1e11;
@@ -299,7 +299,7 @@ fn bind(op: &'static str, arg: &Arg) -> Result<(Buffer, usize)> {
         ));
     };
     let first = layout.start_offset() + arg.offset;
-    if !layout.is_contiguous() || memory(metal).1 < first * metal.dtype().size_in_bytes() {
+    if !layout.is_contiguous() || memory(metal).1 < (first + arg.len()) * metal.dtype().size_in_bytes() {
         return Err(Error::op(op, "a live, contiguous tensor", format!("{layout:?}, element {first}")));
     }
     Ok((metal.buffer().clone(), first * metal.dtype().size_in_bytes()))

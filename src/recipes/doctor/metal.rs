@@ -3,10 +3,13 @@
 //! What runs are the ops, with the same numbers on both; the tests run the same checks in an emulator, and hold them to use
 //! every kernel of the table.
 
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
+use crate::engine::sampler::Sampler;
 use crate::engine::{Engine, RowSettings, Sampling, WeightType};
 use crate::error::{Error, Result};
 use crate::model::config::{GptConfig, ModelType};
@@ -20,6 +23,7 @@ use crate::ops::decode::gpu::weight::{Normed, gate_up_product, norm_product, res
 use crate::ops::distillation::{self, Divergence, Settings, Teacher};
 use crate::ops::dropout::{self, Mask};
 use crate::ops::gemm::Store;
+use crate::ops::gpu::{Arg, kernels};
 use crate::ops::guard::{self, Guard};
 use crate::ops::heads::Heads;
 use crate::ops::linear::{self, Weight};
@@ -60,7 +64,8 @@ pub struct Scale {
     /// C; a multiple of 256, so that every format of blocks has rows of it.
     pub channels: usize,
     pub vocab: usize,
-    /// Tokens that are decoded.
+    /// Ids of a prompt, and tokens that follow it.
+    pub prompt: usize,
     pub tokens: usize,
     /// Calls that a time is the best of.
     pub repeats: usize,
@@ -68,7 +73,7 @@ pub struct Scale {
 
 impl Scale {
     /// Large enough that a kernel takes longer than its launch.
-    pub const FULL: Scale = Scale { rows: 2048, channels: 768, vocab: 32_000, tokens: 100, repeats: 5 };
+    pub const FULL: Scale = Scale { rows: 2048, channels: 768, vocab: 32_000, prompt: 700, tokens: 100, repeats: 5 };
 }
 
 /// Runs all checks on the GPU that this process has started.
@@ -106,19 +111,31 @@ fn compare(cpu: &mut Ctx, gpu: &mut Ctx, scale: Scale, body: &Body) -> Result<(f
         let start = Instant::now();
         let got = body(gpu, scale)?;
         best = best.min(start.elapsed().as_secs_f64() * 1e3);
+        let lengths = |outputs: &Outputs| outputs.iter().map(Vec::len).collect::<Vec<_>>();
+        if lengths(&want) != lengths(&got) {
+            return Err(Error::op(
+                "doctor",
+                format!("outputs of {:?}", lengths(&want)),
+                format!("{:?}", lengths(&got)),
+            ));
+        }
         for (want, got) in want.iter().zip(&got) {
             let size = want.iter().fold(0f32, |most, x| most.max(x.abs())).max(1e-30);
             let off = want.iter().zip(got).map(|(a, b)| f64::from((a - b).abs() / size));
-            // NaN must not hide.
-            error = off.fold(error, |most, off| if off <= most { most } else { off });
+            // Once it is NaN it stays that.
+            error = off.fold(error, |most, off| if most.is_nan() || off <= most { most } else { off });
         }
     }
     Ok((error, best))
 }
 
+/// Normal numbers, drawn once: drawing them would take longer than what is measured.
 fn numbers(salt: u64, len: usize) -> Vec<f32> {
+    static DRAWN: Mutex<BTreeMap<(u64, usize), Vec<f32>>> = Mutex::new(BTreeMap::new());
     let stream = Stream::new(23, Purpose::Test);
-    (0..len).map(|i| stream.normal(salt, i as u32)).collect()
+    let draw = || (0..len).map(|i| stream.normal(salt, i as u32)).collect();
+    let mut drawn = DRAWN.lock().unwrap_or_else(PoisonError::into_inner);
+    drawn.entry((salt, len)).or_insert_with(draw).clone()
 }
 
 fn tensor(salt: u64, shape: &[usize]) -> Tensor {
@@ -148,6 +165,7 @@ fn all() -> Vec<(String, f64, Box<Body>)> {
         // Five products of nearly orthogonal matrices after one another.
         ("muon".into(), 1e-3, Box::new(|ctx, scale| steps(ctx, scale, true))),
     ];
+    all.push(("sampling".into(), 0.0, Box::new(choices)));
     for dim in [32, 64, 128, 256] {
         all.push((format!("attention, heads of {dim}"), CLOSE, Box::new(move |ctx, scale| attend(ctx, scale, dim))));
     }
@@ -375,6 +393,47 @@ fn skinny(ctx: &mut Ctx, scale: Scale, format: DeviceFormat) -> Result<Outputs> 
     Ok(found)
 }
 
+/// Tokens of fixed logits for several temperatures and limits: the same ids.
+fn choices(ctx: &mut Ctx, scale: Scale) -> Result<Outputs> {
+    let vocab = scale.vocab;
+    let settings: Vec<Sampling> = [(0.0, 0), (1.0, 0), (0.7, 1), (0.9, 40), (2.0, vocab - 1)]
+        .into_iter()
+        .zip(1..)
+        .map(|((temperature, top_k), seed)| Sampling { temperature, top_k, seed: seed << 31, ..Sampling::default() })
+        .collect();
+    // Rounded, so that there are ties.
+    let logits: Vec<f32> = numbers(1, settings.len() * vocab).iter().map(|x| (x * 8.0).round() / 8.0).collect();
+    if !ctx.has_gpu() {
+        let mut sampler = Sampler::new(ctx.family());
+        let rows = logits.chunks(vocab).zip(&settings).enumerate();
+        // As many ids before as the position says.
+        let ids = rows.map(|(i, (row, s))| sampler.sample(s, &vec![0; 10 + i], 0, &mut row.to_vec()));
+        return Ok(vec![ids.map(|id| Ok(id? as f32)).collect::<Result<_>>()?]);
+    }
+    let count = settings.len();
+    let outputs = settings
+        .iter()
+        .enumerate()
+        .flat_map(|(i, s)| [i as u32, s.seed as u32, (s.seed >> 32) as u32, s.top_k as u32, s.temperature.to_bits()]);
+    let outputs: Vec<u32> = outputs.collect();
+    let lanes: Vec<u32> = (0..count as u32).flat_map(|i| [i, 9 + i]).collect();
+    let [outputs, lanes] = [outputs, lanes].map(|words| ctx.upload(&words, words.len()));
+    let logits = ctx.upload(&logits, logits.len());
+    let [ids, reported] = [ctx.output(DType::U32, count)?, ctx.output(DType::U32, count)?];
+    let next = ctx.output(DType::U32, 2 * count)?;
+    let args = [
+        Arg::read(&logits),
+        Arg::read(&outputs),
+        Arg::read(&lanes),
+        Arg::write(&ids),
+        Arg::write(&next),
+        Arg::write(&reported),
+    ];
+    let numbers = [vocab.into(), (Purpose::Sampling as u32).into()];
+    ctx.dispatch(&kernels::SAMPLE, DType::F32, &args, &numbers, count)?;
+    Ok(vec![storage::read::<u32>("doctor", &reported)?.iter().map(|id| *id as f32).collect()])
+}
+
 /// A small model's text and its last logits, through the engine.
 fn decode(ctx: &mut Ctx, scale: Scale, (kind, bits): (CacheType, usize)) -> Result<Outputs> {
     let config = GptConfig {
@@ -394,10 +453,15 @@ fn decode(ctx: &mut Ctx, scale: Scale, (kind, bits): (CacheType, usize)) -> Resu
     };
     let mut engine = Engine::new(ctx.fork(), &config, WeightType::F32, random_weights(&config, 4))?;
     let quantization = (bits > 0).then_some(Quantization { bits, group: 16, start: 64 });
-    let cache = CacheSettings { window: Some(50), kind: Some(kind), quantization, ..CacheSettings::default() };
+    let cache = CacheSettings {
+        window: Some(scale.prompt * 3 / 4),
+        kind: Some(kind),
+        quantization,
+        ..CacheSettings::default()
+    };
     let sampling = Sampling { temperature: 0.9, top_k: 20, seed: 5, ..Sampling::default() };
     let settings = RowSettings { sampling, cache, ..RowSettings::default() };
-    let prompt: Vec<u32> = (0..66).map(|i| i * i % config.vocab_size as u32).collect();
+    let prompt: Vec<u32> = (0..scale.prompt as u32).map(|i| i * i % config.vocab_size as u32).collect();
     let mut rows = [engine.row(&prompt, settings.clone())?, engine.row(&prompt[..3], settings)?];
     for _ in 0..scale.tokens {
         engine.step(&mut rows.iter_mut().collect::<Vec<_>>())?;

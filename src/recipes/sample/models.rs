@@ -94,7 +94,7 @@ impl Models {
         Ok(Origin {
             model: self.folder.hash()?,
             weights: self.kind.name().to_owned(),
-            kernels: family.name().to_owned(),
+            kernels: Ctx::open(family).kernels_name().to_owned(),
             cache: format!("{cache:?}"),
         })
     }

@@ -12,7 +12,7 @@ pub mod pool;
 mod state;
 pub mod weight;
 
-use std::sync::OnceLock;
+use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Tensor};
 
@@ -113,8 +113,8 @@ pub struct Decoder {
     sizes: Sizes,
     layers: Vec<DeviceLayer>,
     head: DeviceHead,
-    /// Set by the first row.
-    cache: OnceLock<CacheKind>,
+    /// Set by the first row, and by a later one while there are no pages.
+    cache: Mutex<Option<CacheKind>>,
     state: State,
     /// (outputs, V) of the last pass.
     logits: Option<Value>,
@@ -125,7 +125,7 @@ pub struct Decoder {
 impl Decoder {
     pub fn new(sizes: Sizes, layers: Vec<DeviceLayer>, head: DeviceHead) -> Self {
         let unused = [0; 2].map(|_| storage::tensor(vec![0f32], 1));
-        Self { state: State::new(sizes), sizes, layers, head, cache: OnceLock::new(), logits: None, unused }
+        Self { state: State::new(sizes), sizes, layers, head, cache: Mutex::default(), logits: None, unused }
     }
 
     /// Compiles the kernels of every pass but for those of the cache, whose kind is not known before the first row.
@@ -164,13 +164,17 @@ impl Decoder {
     /// Where the pages of a cache of that kind lie. All rows of a decoder have caches of one kind.
     pub fn pools(&self, kind: CacheType, quantization: Option<Quantization>) -> Result<Pools> {
         let heads = self.sizes.heads;
-        let made = || CacheKind { kind, quantization, pools: Pools::new(kind, quantization, heads) };
-        let cache = self.cache.get_or_init(made);
-        if (cache.kind, cache.quantization) != (kind, quantization) {
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = cache.as_ref().filter(|own| (own.kind, own.quantization) == (kind, quantization)) {
+            return Ok(own.pools.clone());
+        }
+        if cache.as_ref().is_some_and(|own| own.pools.has_pages()) {
             return Err(Error::failed("rows with caches of different kinds cannot share a GPU's pages")
                 .with_hint("give all rows one type and one number of bits"));
         }
-        Ok(cache.pools.clone())
+        let pools = Pools::new(kind, quantization, heads);
+        *cache = Some(CacheKind { kind, quantization, pools: pools.clone() });
+        Ok(pools)
     }
 
     /// Hands over a pass. The pages of its lanes' positions must be reserved. Gives the ids that it chooses, if it is to.
@@ -178,7 +182,7 @@ impl Decoder {
         let Sizes { heads, hidden_size, .. } = self.sizes;
         let n = step.lanes.len();
         let full = self.layers.iter().position(|layer| layer.own_window.is_none());
-        let quantization = self.cache.get().and_then(|cache| cache.quantization);
+        let quantization = self.quantization();
         self.state.begin(ctx, tables, (self.layers.len(), full, quantization), step)?;
         let x = ctx.output(DType::F32, n * hidden_size)?;
         let table = self.head.embed_tokens.as_ref().unwrap_or(&self.head.lm_head);
@@ -199,6 +203,11 @@ impl Decoder {
         let ids = self.finish(ctx, &x, step)?;
         let commit = ctx.commit()?;
         Ok(ids.map(|ids| Chosen { ids, commit }))
+    }
+
+    fn quantization(&self) -> Option<Quantization> {
+        let cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.as_ref().and_then(|cache| cache.quantization)
     }
 
     fn normed<'a>(&self, x: &'a Tensor, norm: &'a Tensor) -> Normed<'a> {
@@ -239,7 +248,8 @@ impl Decoder {
     /// The form of the cache's kernels, and the memory and the bytes of plain and of quantised pages.
     fn pages(&self) -> Result<(&'static str, [(Tensor, usize); 2])> {
         let none = || Error::op("decode", "a cache", "none");
-        let CacheKind { kind, quantization, pools } = self.cache.get().ok_or_else(none)?;
+        let cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let CacheKind { kind, quantization, pools } = cache.as_ref().ok_or_else(none)?;
         let form = match (kind, quantization.map(|q| q.bits)) {
             (CacheType::F32, None) => "f32",
             (CacheType::Bf16, None) => "bf16",
@@ -258,7 +268,7 @@ impl Decoder {
 
     /// Numbers that share a scale, and what `append` and `attend` have in common after it.
     fn cache_numbers(&self, (index, layer): (usize, &DeviceLayer), bytes: [usize; 2]) -> [gpu::Value; 6] {
-        let group = self.cache.get().and_then(|cache| cache.quantization).map_or(1, |q| q.group);
+        let group = self.quantization().map_or(1, |q| q.group);
         let (start, length) = self.state.table(index);
         [
             group.min(self.sizes.heads.dim).into(),
@@ -326,7 +336,9 @@ impl Decoder {
         };
         let stretches = lanes.iter().map(of_lane).max().unwrap_or(0);
         let (form, [(plain, plain_bytes), (quantized, page_bytes)]) = self.pages()?;
-        let partial = ctx.output(DType::F32, lanes.len() * heads.attention * stretches * (heads.dim + 2))?;
+        // One of few sizes: the free list keeps each that it has seen.
+        let room = lanes.len() * heads.attention * stretches.next_power_of_two() * (heads.dim + 2);
+        let partial = ctx.output(DType::F32, room)?;
         let args = [
             Arg::read(query),
             Arg::read(self.state.lanes()?),

@@ -3,7 +3,7 @@
 //! A page holds the pieces of `page.rs`, one after the other, so that it can be saved and read again by either. Pages come
 //! and go with their handles; the tensor grows by half and never shrinks.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::Tensor;
 
@@ -23,6 +23,15 @@ impl Pools {
     pub fn new(kind: CacheType, quantization: Option<Quantization>, heads: Heads) -> Self {
         let pool = |quantization| Arc::new(Pool::new(Page::new(kind, quantization, heads).bytes().div_ceil(4)));
         Self { plain: pool(None), quantized: quantization.map(|q| pool(Some(q))) }
+    }
+
+    /// Whether any page is in use.
+    pub fn has_pages(&self) -> bool {
+        let in_use = |pool: &Arc<Pool>| {
+            let memory = pool.lock();
+            memory.taken > memory.free.len()
+        };
+        in_use(&self.plain) || self.quantized.as_ref().is_some_and(in_use)
     }
 
     pub(in crate::ops::decode) fn of(&self, quantized: bool) -> &Arc<Pool> {
@@ -61,7 +70,7 @@ impl Pool {
     }
 
     fn lock(&self) -> MutexGuard<'_, Memory> {
-        self.memory.lock().expect("nobody panics while holding the lock of a pool")
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn page_bytes(&self) -> usize {
