@@ -40,6 +40,41 @@ kernel void rms_norm(
     }
 }
 
+// x += residual, and y is its norm.
+template <typename T>
+kernel void rms_norm_add(
+    device T* x [[buffer(0)]],
+    device const T* residual [[buffer(1)]],
+    device const T* weight [[buffer(2)]],
+    device T* y [[buffer(3)]],
+    device float* rstd [[buffer(4)]],
+    constant Norm& n [[buffer(5)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]])
+{
+    uint row = group * 8 + simdgroup;
+    if (row >= n.rows) {
+        return;
+    }
+    device T* sums = x + ulong(row) * n.columns;
+    device const T* more = residual + ulong(row) * n.columns;
+    device T* to = y + ulong(row) * n.columns;
+    // Each lane reads only what it wrote itself.
+    float sum = 0.0f;
+    for (uint c = lane; c < n.columns; c += 32) {
+        put(sums[c], number(sums[c]) + number(more[c]));
+        sum += number(sums[c]) * number(sums[c]);
+    }
+    float factor = 1.0f / sqrt(simd_sum(sum) / float(n.columns) + n.eps);
+    for (uint c = lane; c < n.columns; c += 32) {
+        put(to[c], number(sums[c]) * factor * number(weight[c]));
+    }
+    if (lane == 0) {
+        rstd[row] = factor;
+    }
+}
+
 // dx (+)= rstd (weight dy - x rstd^2 mean(weight dy x)); partial has the sums of dy x rstd over each block's rows.
 template <typename T>
 kernel void rms_norm_backward(
@@ -95,4 +130,5 @@ kernel void add_blocks(
 }
 
 instantiate_types("rms_norm", rms_norm)
+instantiate_types("rms_norm_add", rms_norm_add)
 instantiate_types("rms_norm_backward", rms_norm_backward)

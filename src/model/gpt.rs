@@ -75,8 +75,8 @@ impl Block {
         let normed = self.input_norm.forward(ctx, tape, x)?;
         let heads = self.attention.forward(ctx, tape, &normed, layout, dropout)?;
         let heads = dropout.forward(ctx, tape, heads, 2 * self.index + 1)?;
-        let x = self.attention.out.forward(ctx, tape, &heads, Some(x), dropout)?;
-        let normed = self.post_attention_norm.forward(ctx, tape, &x)?;
+        let change = self.attention.out.forward(ctx, tape, &heads, None, dropout)?;
+        let (x, normed) = self.post_attention_norm.forward_sum(ctx, tape, x, &change)?;
         let gated = self.mlp.forward(ctx, tape, &normed, dropout)?;
         let gated = dropout.forward(ctx, tape, gated, 2 * self.index + 2)?;
         self.mlp.down.forward(ctx, tape, &gated, Some(&x), dropout)

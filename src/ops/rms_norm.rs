@@ -8,7 +8,7 @@
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::add::CHUNK;
+use super::add::{self, CHUNK};
 use super::ctx::{Ctx, Value};
 use super::gemm::Store;
 use super::gpu::{Arg, kernels};
@@ -51,6 +51,20 @@ pub fn forward(ctx: &mut Ctx, x: &Tensor, weight: &Tensor, eps: f32) -> Result<(
     let tasks = y.par_chunks_mut(rows * c).zip(rstd.par_chunks_mut(rows)).zip(x.par_chunks(rows * c));
     tasks.for_each(|((y, rstd), x)| forward_rows(family, x, weight, eps, y, rstd));
     Ok((ctx.value(y, shape), ctx.value(rstd, n)))
+}
+
+/// x (N, C) += residual (N, C), in place; then `forward` of x.
+pub fn forward_add(ctx: &mut Ctx, x: &Tensor, residual: &Tensor, weight: &Tensor, eps: f32) -> Result<(Value, Value)> {
+    if !ctx.has_gpu() || x.elem_count() != residual.elem_count() {
+        add::add_assign(ctx, x, residual)?;
+        return forward(ctx, x, weight, eps);
+    }
+    let (c, n) = (weight.elem_count(), rows_of(x.elem_count(), weight.elem_count())?);
+    ctx.launch(4 * c);
+    let (y, rstd) = (ctx.output(x.dtype(), x.shape())?, ctx.output(DType::F32, n)?);
+    let args = [Arg::update(x), Arg::read(residual), Arg::read(weight), Arg::write(&y), Arg::write(&rstd)];
+    ctx.dispatch(&kernels::RMS_NORM_ADD, x.dtype(), &args, &[n.into(), c.into(), eps.into()], n.div_ceil(8))?;
+    Ok((y, rstd))
 }
 
 /// From dy (N, C): writes the gradients of the input to `dx` (N, C) and, unless it is frozen, of the gain to `dweight` (C).

@@ -118,3 +118,21 @@ fn shapes_that_do_not_fit_are_refused() {
     let targets = (unset(&[3, 4]), unset(&[4]));
     assert!(rms_norm::backward(&mut ctx, saved, &x, (&targets.0, Store::Set), Some((&targets.1, Store::Set))).is_err());
 }
+
+#[test]
+fn the_norm_of_a_sum_is_that_and_leaves_the_sum() {
+    for mut ctx in contexts() {
+        for (n, c) in SHAPES {
+            let case = Case::new(n, c, 1.0);
+            let (change, weight) = (tensor(case.dy.clone(), &[n, c]), tensor(case.weight.clone(), &[c]));
+            let residual = tensor(case.x.clone(), &[n, c]);
+            let (y, rstd) = rms_norm::forward_add(&mut ctx, &change, &residual, &weight, EPS).unwrap();
+            let sum: Vec<f32> = case.x.iter().zip(&case.dy).map(|(x, dy)| x + dy).collect();
+            assert_eq!((values(&change), values(&residual)), (sum.clone(), case.x.clone()));
+            assert_close("y", &values(&y), &narrowed(&rms_norm::reference(&sum, &case.weight, EPS)), 2e-6);
+            assert_eq!(rstd.dims(), [n]);
+        }
+        let short = tensor(vec![1.0; 3], &[3]);
+        assert!(rms_norm::forward_add(&mut ctx, &short, &tensor(vec![1.0; 6], &[6]), &short, EPS).is_err());
+    }
+}

@@ -65,6 +65,9 @@ kernels! {
 
     RMS_NORM = "rms_norm" "rms_norm" EVERY ONE 256
         (x: Read T, weight: Read T, y: Write T, rstd: Write F32) [rows: U32, columns: U32, eps: F32];
+    /// x += residual, and y is its norm.
+    RMS_NORM_ADD = "rms_norm" "rms_norm_add" EVERY ONE 256
+        (x: Update T, residual: Read T, weight: Read T, y: Write T, rstd: Write F32) [rows: U32, columns: U32, eps: F32];
     RMS_NORM_BACKWARD = "rms_norm" "rms_norm_backward" EVERY ONE 256
         (x: Read T, weight: Read T, rstd: Read F32, dy: Read T, dx: Update T, partial: Write F32)
         [rows: U32, columns: U32, add: U32];

@@ -210,7 +210,9 @@ fn norms(ctx: &mut Ctx, scale: Scale) -> Result<Outputs> {
     let (dx, dweight) = (tensor(4, &shape), tensor(5, &shape[1..]));
     let saved = rms_norm::Saved { x: &x, weight: &weight, rstd: &rstd };
     rms_norm::backward(ctx, saved, &dy, (&dx, Store::Add), Some((&dweight, Store::Set)))?;
-    Ok(vec![values(&y)?, values(&dx)?, values(&dweight)?])
+    let sum = tensor(6, &shape);
+    let (normed, _) = rms_norm::forward_add(ctx, &sum, &x, &weight, 1e-6)?;
+    Ok(vec![values(&y)?, values(&dx)?, values(&dweight)?, values(&sum)?, values(&normed)?])
 }
 
 /// Heads of 64 that are as wide as C.
