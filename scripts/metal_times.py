@@ -54,7 +54,8 @@ def training(model, vocab, batch, seq):
     sides = qkv + width + 2 * f + f + 3 * c
     return [
         ("embed, embed_backward", 2, (20 * c, 2 * c)),
-        ("rms_norm", 2 * layers + 1, (8 * c, 4 * c)),
+        ("rms_norm", layers + 1, (8 * c, 4 * c)),
+        ("rms_norm_add", layers, (16 * c, 5 * c)),
         ("rms_norm_backward", 2 * layers + 1, (24 * c, 12 * c)),
         ("rotary", layers, (8 * qkv, 8 * qkv)),
         ("rotary_backward", layers, (20 * qkv, 20 * qkv)),
@@ -64,7 +65,7 @@ def training(model, vocab, batch, seq):
         ("attention_backward_queries", layers, (4 * (qkv + 2 * width), 6 * heads * padded * scores)),
         ("swiglu", layers, (12 * f, 8 * f)),
         ("swiglu_backward", layers, (20 * f, 14 * f)),
-        ("add, residual stream and its gradients", 4 * layers, (12 * c, c)),
+        ("add, residual stream and its gradients", 3 * layers, (12 * c, c)),
         ("candle's products, layers", 12 * layers, (sides + 4 * 3 * matrices / tokens, matrices / 2)),
         ("candle's products, head", 3, (8 * (c + vocab), 2 * vocab * c)),
         ("cross_entropy", 1, (16 * vocab, 12 * vocab)),
