@@ -126,8 +126,7 @@ pub struct Workspace {
 
 impl Workspace {
     pub fn new(sizes: Sizes) -> Self {
-        let dim = sizes.heads.dim;
-        let frequencies = (0..dim / 2).map(|i| sizes.rope_theta.powf(-2.0 * i as f64 / dim as f64)).collect();
+        let frequencies = frequencies(sizes);
         let [x, normed, qkv, query, angles] = [const { Vec::new() }; 5];
         let [attention, gate, up, logits] = [const { Vec::new() }; 4];
         let (lanes, outputs, rows) = (Vec::new(), Vec::new(), RowBuffer::default());
@@ -298,6 +297,12 @@ impl<'a, T: Tables> Pass<'a, T> {
         // SAFETY: the rows stay as they are until the op's end.
         unsafe { self.rows.rows(weight, region.first, n, x) }
     }
+}
+
+/// Of the D / 2 pairs of a head, radians a position.
+fn frequencies(sizes: Sizes) -> Vec<f64> {
+    let dim = sizes.heads.dim;
+    (0..dim / 2).map(|i| sizes.rope_theta.powf(-2.0 * i as f64 / dim as f64)).collect()
 }
 
 /// Cosines, then sines, of a position's angles.

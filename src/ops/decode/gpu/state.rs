@@ -4,7 +4,7 @@
 use candle_core::Tensor;
 
 use super::super::page::{PAGE, Quantization};
-use super::super::{Lane, Sizes, Tables, rotations};
+use super::super::{Lane, Sizes, Tables, frequencies, rotations};
 use super::{Choosing, Step};
 use crate::error::{Error, Result};
 use crate::ops::ctx::{Ctx, Value};
@@ -16,17 +16,19 @@ pub(super) const MOST: usize = 1 << 30;
 /// Numbers on the device, and a copy of them where the host knows them.
 #[derive(Default)]
 struct Mirrored {
-    host: Vec<u32>,
+    /// `None` where the device has made them by itself.
+    host: Option<Vec<u32>>,
     device: Option<Value>,
 }
 
 impl Mirrored {
     /// Makes the device's the given ones.
     fn set(&mut self, ctx: &mut Ctx, numbers: &[u32]) {
-        if self.device.is_none() || self.host != numbers {
+        if self.device.is_none() || self.host.as_deref() != Some(numbers) {
             self.device = Some(ctx.upload(numbers, numbers.len()));
-            self.host.clear();
-            self.host.extend_from_slice(numbers);
+            let host = self.host.get_or_insert_default();
+            host.clear();
+            host.extend_from_slice(numbers);
         }
     }
 
@@ -44,8 +46,6 @@ pub(super) struct State {
     /// (lanes, 2): row and position.
     lanes: Mirrored,
     ids: Mirrored,
-    /// Whether `ids.host` is what the device has: not when it has chosen them by itself.
-    ids_known: bool,
     /// (rows, 4): window, sinks, plain blocks.
     rows: Mirrored,
     /// (layers, rows, length): numbers of pages.
@@ -60,15 +60,13 @@ pub(super) struct State {
 
 impl State {
     pub(super) fn new(sizes: Sizes) -> Self {
-        let dim = sizes.heads.dim;
         Self {
             sizes,
-            frequencies: (0..dim / 2).map(|i| sizes.rope_theta.powf(-2.0 * i as f64 / dim as f64)).collect(),
+            frequencies: frequencies(sizes),
             angles: None,
             positions: 0,
             lanes: Mirrored::default(),
             ids: Mirrored::default(),
-            ids_known: true,
             rows: Mirrored::default(),
             tables: Mirrored::default(),
             rows_of_tables: 0,
@@ -92,12 +90,7 @@ impl State {
         let lanes: Vec<u32> = step.lanes.iter().flat_map(|l| [l.row as u32, l.position as u32]).collect();
         self.lanes.set(ctx, &lanes);
         match step.ids {
-            Some(ids) if self.ids_known => self.ids.set(ctx, ids),
-            Some(ids) => {
-                self.ids = Mirrored::default();
-                self.ids.set(ctx, ids);
-                self.ids_known = true;
-            }
+            Some(ids) => self.ids.set(ctx, ids),
             None => drop(self.ids.get()?),
         }
         self.set_rows(ctx, tables, (layers, full, quantization), step.lanes);
@@ -166,10 +159,9 @@ impl State {
     /// Notes what the device has once a pass has chosen ids: they, and the positions after its outputs'.
     pub(super) fn chosen(&mut self, step: &Step, (ids, lanes): (Value, Value)) {
         let next = step.outputs.iter().map(|i| &step.lanes[*i]);
-        self.lanes.host = next.flat_map(|lane| [lane.row as u32, lane.position as u32 + 1]).collect();
-        self.lanes.device = Some(lanes);
-        self.ids.device = Some(ids);
-        self.ids_known = false;
+        let next = next.flat_map(|lane| [lane.row as u32, lane.position as u32 + 1]).collect();
+        self.lanes = Mirrored { host: Some(next), device: Some(lanes) };
+        self.ids = Mirrored { host: None, device: Some(ids) };
     }
 
     pub(super) fn angles(&self) -> Result<&Tensor> {
