@@ -6,6 +6,7 @@ use super::plan;
 use super::report::{Event, Interrupt, Preparing, Report};
 use super::run_folder::PRESET;
 use super::sample::{CacheSettings, WeightType};
+use super::vocabulary::tokenizer_of;
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::{self, progress::Told, tokens::Tokens, windows};
 use crate::engine::Engine;
@@ -70,7 +71,8 @@ fn open(checkpoint: Option<&Path>, adapters: &[(PathBuf, f32)], report: &mut dyn
         report.event(Event::Note(format!("using {}", place.display())));
     }
     let folder = super::sample::open_folder(&place, adapters)?;
-    Ok(Opened { model: folder.model()?, folder, tokenizer: Tokenizer::open(&place)?, place })
+    let tokenizer = tokenizer_of(&folder)?;
+    Ok(Opened { model: folder.model()?, folder, tokenizer, place })
 }
 
 pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> {
@@ -102,7 +104,7 @@ pub fn run(config: &EvalConfig, report: &mut dyn Report) -> Result<EvalSummary> 
     let evaluation = match config.engine {
         None => eval::evaluate(&mut Ctx::open(config.family), &model, windows)?,
         Some((kind, cache)) => {
-            let (mut engine, _) = super::sample::open_engine(&Ctx::open(config.family), &folder, &tokenizer, kind)?;
+            let (mut engine, _) = super::sample::open_engine(&Ctx::open(config.family), &folder, kind)?;
             evaluate_engine(&mut engine, cache, windows)?
         }
     };

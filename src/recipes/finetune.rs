@@ -7,6 +7,7 @@ use super::report::{Event, Interrupt, Preparing, Report};
 use super::run_folder::RunFolder;
 use super::sample;
 use super::train::{self, Goal, TrainConfig, TrainSummary};
+use super::vocabulary::tokenizer_of;
 use crate::checkpoint::adapter::{self, Base};
 use crate::checkpoint::{self, model_folder::ModelFolder, steps};
 use crate::data;
@@ -18,7 +19,6 @@ pub use crate::nn::lora::{LoraSettings, Target};
 pub use crate::ops::blocks::Format;
 use crate::ops::ctx::Ctx;
 use crate::preset::Preset;
-use crate::tokenizer::Tokenizer;
 
 /// What `gpt finetune` was asked to do.
 #[derive(Clone, Debug)]
@@ -210,7 +210,7 @@ fn choose(
     let mut preset = Preset::load(train.preset.as_deref().unwrap_or("tiny"))?;
     preset.apply(&train.given)?;
     preset.validate()?;
-    let tokenizer = Tokenizer::open(&folder.path)?;
+    let tokenizer = tokenizer_of(folder)?;
     let request = plan::request(&preset, train.offline)?;
     let corpus = data::open(&request, &tokenizer, &mut Preparing::new(report, interrupt))?;
     let tokens = corpus.train_tokens();
@@ -353,8 +353,9 @@ fn base_loss(model: &Gpt, resolved: &Resolved) -> Result<Option<f64>> {
 
 /// A short text from the base with its new adapter.
 fn sampled(place: &Path, train: &TrainConfig) -> Result<String> {
-    let (folder, tokenizer) = (ModelFolder::open(place)?, Tokenizer::open(place)?);
-    let (mut engine, _) = sample::open_engine(&Ctx::open(train.family), &folder, &tokenizer, None)?;
+    let folder = ModelFolder::open(place)?;
+    let tokenizer = tokenizer_of(&folder)?;
+    let (mut engine, _) = sample::open_engine(&Ctx::open(train.family), &folder, None)?;
     let start = sample::settings::Generation::open(place)?.start(folder.config.vocab_size);
     sample::from_engine(&mut engine, &tokenizer, start.unwrap_or(tokenizer.end_of_text()))
 }

@@ -13,3 +13,4 @@ pub mod run_folder;
 pub mod sample;
 pub mod tokenizer;
 pub mod train;
+pub mod vocabulary;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::report::{Event, Interrupt, Preparing, Report};
 use super::run_folder::PRESET;
 use super::train::TrainConfig;
+use super::vocabulary::tokenizer_of;
 use crate::checkpoint::RUNS;
 use crate::checkpoint::config_json;
 use crate::checkpoint::model_folder::ModelFolder;
@@ -214,7 +215,7 @@ pub(super) fn tokenizer(preset: &Preset) -> Result<Tokenizer> {
 /// The tokenizer and shape of the checkpoint to start from, written into the preset so that resuming finds them.
 fn initial_shape(path: &Path, preset: &mut Preset, given: &[(String, String)]) -> Result<(Tokenizer, GptConfig)> {
     let folder = ModelFolder::open(path)?;
-    let tokenizer = Tokenizer::open(path)?;
+    let tokenizer = tokenizer_of(&folder)?;
     if !tokenizer.is_bytes() {
         preset.tokenizer.file = path.join("tokenizer.json").display().to_string();
     }

@@ -124,6 +124,53 @@ fn checkpoints_that_are_none() {
     }
 }
 
+/// A tokenizer with one added token more than the model has rows.
+#[test]
+fn a_vocabulary_smaller_than_its_tokenizer_is_refused_before_any_work() {
+    let place = Place::new();
+    place.train("run", 10, &[]).ok();
+    place.train("fits", 10, &[]).ok();
+    for (run, ids) in [("fits", 320), ("run", 321)] {
+        let mut tokenizer: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(place.path(run).join("tokenizer.json")).unwrap()).unwrap();
+        let added = tokenizer["added_tokens"].as_array_mut().unwrap();
+        let usual = added[0].clone();
+        for id in 257..ids {
+            let mut token = usual.clone();
+            token["id"] = id.into();
+            token["content"] = format!("<added {id}>").into();
+            token["special"] = false.into();
+            added.push(token);
+        }
+        std::fs::write(place.path(run).join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    }
+    let text = ["--data", "text.txt", "--steps", "2", "--out", "new", "--batch", "4"];
+    let student: Vec<&str> = SMALL.chunks(2).filter(|pair| pair[0] != "--context").flatten().copied().collect();
+    let commands = |run: &'static str| -> Vec<Vec<&str>> {
+        vec![
+            [&["train", "--init-from", run], &text[..]].concat(),
+            [&["train", "--init-from", run, "--dry-run"], &text[..]].concat(),
+            [&["finetune", run], &text[..]].concat(),
+            [&["finetune", run, "--full"], &text[..]].concat(),
+            [&["distill", "--teacher", run, "--out", "new", "--steps", "2"], &student[..]].concat(),
+            vec!["score", run, "--text", "yes"],
+            vec!["eval", run],
+            vec!["eval", run, "--type", "f32"],
+            vec!["sample", run, "-n", "2"],
+            vec!["sample", "fits", "-n", "2", "--draft", run],
+        ]
+    };
+    for command in commands("run") {
+        place.run(&command).fails(1, &["config.json", "found 320", "321", "resize_token_embeddings"]);
+        assert!(!place.path("new").exists(), "{command:?} left something behind");
+    }
+    // A row for each id is enough; padding is not needed.
+    for command in commands("fits") {
+        place.run(&command).ok();
+        let _ = std::fs::remove_dir_all(place.path("new"));
+    }
+}
+
 /// A full disk: a tmpfs too small for a saved state. Skipped where it cannot be mounted.
 #[test]
 fn a_full_disk_loses_nothing() {

@@ -13,6 +13,7 @@ use super::run_folder::PRESET;
 use super::sample::prompts::Prompt;
 use super::sample::{self, DraftChoice, SampleConfig, WeightType};
 use super::train::{self, Goal, TrainConfig, TrainSummary};
+use super::vocabulary::tokenizer_of;
 use crate::checkpoint::{self, model_folder::ModelFolder};
 use crate::data::place::Place;
 use crate::engine::batch::{Batch, Job};
@@ -24,7 +25,6 @@ use crate::ops::ctx::Ctx;
 pub use crate::ops::distillation::{Divergence, Settings};
 use crate::ops::simd::Family;
 use crate::preset::Preset;
-use crate::tokenizer::Tokenizer;
 use crate::trainer::objective::{Distillation, Generate, Memory};
 use memory::TeacherFile;
 
@@ -138,7 +138,7 @@ fn with_defaults(train: &TrainConfig, teacher: &Path) -> Result<TrainConfig> {
         given.extend(keys.filter_map(|key| preset.get(&key).map(|value| (key, plain(&value)))));
     }
     given.push(("model.max_position_embeddings".into(), model.config.max_position_embeddings.to_string()));
-    if !Tokenizer::open(teacher)?.is_bytes() {
+    if !tokenizer_of(&model)?.is_bytes() {
         given.push(("tokenizer.file".into(), teacher.join("tokenizer.json").display().to_string()));
     }
     plan::with_defaults(&mut train.given, given);
@@ -153,7 +153,7 @@ fn plain(value: &toml::Value) -> String {
 /// The objective for a run that was worked out.
 fn goal(config: &DistillConfig, place: &Path, resolved: &Resolved) -> Result<Goal> {
     let folder = ModelFolder::open(place)?;
-    let tokenizer = Tokenizer::open(place)?;
+    let tokenizer = tokenizer_of(&folder)?;
     if tokenizer.hash() != resolved.tokenizer.hash() || folder.config.vocab_size != resolved.config.vocab_size {
         let what = format!("the student's tokenizer is not that of {}", place.display());
         return Err(Error::usage(what).with_hint("leave --tokenizer out: the teacher's is taken"));

@@ -11,6 +11,7 @@ use crate::engine::draft::Source;
 use crate::error::{Error, Result};
 use crate::ops::{ctx::Ctx, simd::Family};
 use crate::recipes::report::{Event, Report};
+use crate::recipes::vocabulary::tokenizer_of;
 use crate::tokenizer::Tokenizer;
 
 /// Which draft proposes tokens.
@@ -51,7 +52,7 @@ impl Models {
         // Says best what is wrong with a folder that is no model.
         let folder = open_folder(&place, adapters)?;
         let vocab_size = folder.config.vocab_size;
-        let tokenizer = Tokenizer::open(&place)?;
+        let tokenizer = tokenizer_of(&folder)?;
         let generation = Generation::open(&place)?;
         let draft_place = match draft {
             DraftChoice::None | DraftChoice::Ngram => None,
@@ -71,7 +72,7 @@ impl Models {
         if let (Some(path), DraftChoice::Beside) = (&draft_place, draft) {
             report.event(Event::Note(format!("with the draft {}", path.display())));
         }
-        let (engine, kind) = open_engine(&ctx, &folder, &tokenizer, kind)?;
+        let (engine, kind) = open_engine(&ctx, &folder, kind)?;
         Ok(Self { place, folder, engine, kind, tokenizer, generation, draft: source, draft_place })
     }
 
@@ -112,16 +113,7 @@ pub fn open_folder(place: &Path, adapters: &[(PathBuf, f32)]) -> Result<ModelFol
 }
 
 /// The engine of a checkpoint and the type of its weights.
-pub fn open_engine(
-    ctx: &Ctx,
-    folder: &ModelFolder,
-    tokenizer: &Tokenizer,
-    kind: Option<WeightType>,
-) -> Result<(Engine, WeightType)> {
-    if tokenizer.len() > folder.config.vocab_size {
-        let found = format!("{} of {} tokens", folder.config.vocab_size, tokenizer.len());
-        return Err(Error::file(folder.base.join("config.json"), "a vocabulary for the whole tokenizer", found));
-    }
+pub fn open_engine(ctx: &Ctx, folder: &ModelFolder, kind: Option<WeightType>) -> Result<(Engine, WeightType)> {
     let kind = kind.unwrap_or_else(|| stored_type(folder));
     let weights = |name: &str, shape: &[usize]| folder.get(name, shape);
     Ok((Engine::new(ctx.fork(), &folder.config, kind, weights)?, kind))
@@ -136,7 +128,7 @@ fn open_draft(
 ) -> Result<Engine> {
     let folder = ModelFolder::open(draft)?;
     let own_size = folder.config.vocab_size;
-    let own = Tokenizer::open(draft)?;
+    let own = tokenizer_of(&folder)?;
     let wrong = |found: String| {
         Error::file(draft, format!("a draft with the tokenizer of {}", target.display()), found)
             .with_hint("train or distil the draft with the same tokenizer, or use --no-draft")
@@ -155,9 +147,9 @@ fn open_draft(
         return Err(wrong(format!("a vocabulary of {own_size}, padding included, not {vocab_size}")));
     }
     // Blocks need rows of whole blocks, which a draft may not have: then it is kept as it is stored.
-    match open_engine(ctx, &folder, &own, kind) {
+    match open_engine(ctx, &folder, kind) {
         Ok((engine, _)) => Ok(engine),
-        Err(_) if kind.is_some() => Ok(open_engine(ctx, &folder, &own, None)?.0),
+        Err(_) if kind.is_some() => Ok(open_engine(ctx, &folder, None)?.0),
         Err(error) => Err(error),
     }
 }
