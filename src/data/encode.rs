@@ -28,9 +28,11 @@ const PIECE: usize = 1 << 17;
 /// Bytes between two places from which an interrupted run goes on.
 const MARK_EVERY: u64 = 1 << 24;
 
-/// The tokens of a text; with `separate`, an end-of-text token stands before each document and after the last.
+/// The tokens of a text, whose `Text::content` is known; with `separate`, an end-of-text token stands before each document
+/// and after the last.
 pub fn tokens(
     text: &Text,
+    content: &[u8; 32],
     separate: bool,
     tokenizer: &Tokenizer,
     place: &Place,
@@ -47,9 +49,8 @@ pub fn tokens(
         let loaded = Loaded { ids, starts, text_bytes: made.text_bytes };
         return Ok(Tokens::ids(loaded, tokenizer.byte_lengths(), tokenizer.end_of_text()));
     }
-    let hash = sha256(tokenizer.to_json().as_bytes());
-    let key = key(text, separate, &hash, progress)?;
-    let path = place.folder("tokens")?.join(format!("{key}.tok"));
+    let hash = Sha256::digest(tokenizer.to_json().as_bytes()).into();
+    let path = place.folder("tokens")?.join(format!("{}.tok", key(content, separate, &hash)));
     if let Ok(tokens) = open(&path, &hash, tokenizer) {
         return Ok(tokens);
     }
@@ -69,29 +70,11 @@ fn open(path: &Path, hash: &[u8; 32], tokenizer: &Tokenizer) -> Result<Tokens> {
     Ok(Tokens::ids(loaded, tokenizer.byte_lengths(), tokenizer.end_of_text()))
 }
 
-fn sha256(bytes: &[u8]) -> [u8; 32] {
-    Sha256::digest(bytes).into()
-}
-
-/// A hash of text, documents and tokenizer.
-fn key(text: &Text, separate: bool, tokenizer: &[u8; 32], progress: &mut dyn Progress) -> Result<String> {
-    let mut hash = Sha256::new();
-    hash.update(b"ids 1\0");
-    hash.update(tokenizer);
-    hash.update([u8::from(separate)]);
-    let mut reader = text.bytes.reader()?;
-    let mut block = vec![0; 1 << 20];
-    loop {
-        match reader.read(&mut block).map_err(|e| Error::failed(format!("reading the text: {e}")))? {
-            0 => break,
-            n => hash.update(&block[..n]),
-        }
-        progress.at(0)?;
-    }
-    if separate {
-        text.ends.iter().for_each(|end| hash.update((end - text.base).to_le_bytes()));
-    }
-    Ok(atomic::hex(&hash.finalize()))
+/// The name of the ids of a text in the cache.
+fn key(content: &[u8; 32], separate: bool, tokenizer: &[u8; 32]) -> String {
+    // The number changes whenever the same text and tokenizer give other ids than before.
+    let parts = [&b"ids 2\0"[..], tokenizer, content, &[u8::from(separate)]];
+    atomic::hex(&Sha256::digest(parts.concat()))
 }
 
 /// Where ids go.
@@ -280,6 +263,10 @@ mod tests {
         let mut words = Words::default();
         words.add(&[b"the cat sat on the mat, and the other one did not; so it's one two three, four five o'clock"]);
         byte_pairs(&words, 300).unwrap()
+    }
+
+    fn tokens(text: &Text, separate: bool, tokenizer: &Tokenizer, to: &Place, by: &mut dyn Progress) -> Result<Tokens> {
+        super::tokens(text, &text.content(&mut Told::default())?, separate, tokenizer, to, by)
     }
 
     fn ids(tokens: &Tokens) -> Vec<u32> {

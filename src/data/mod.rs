@@ -26,8 +26,10 @@ pub mod windows;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::files::atomic;
 use crate::tokenizer::Tokenizer;
 use card::Card;
 use download::Patience;
@@ -149,9 +151,18 @@ pub struct Source {
     pub weight: Option<f64>,
     pub train: Tokens,
     pub validation: Tokens,
+    /// `Text::content` of the training and of the held-out text.
+    pub content: [[u8; 32]; 2],
 }
 
 impl Corpus {
+    /// A hash of all texts as they were read, in hex: what tells a run that is resumed, or a cache of what a model said of
+    /// them, that they are still the same. It knows nothing of file names, tokenizers, weights and windows.
+    pub fn content_hash(&self) -> String {
+        let texts: Vec<&[u8]> = self.sources.iter().flat_map(|s| s.content.iter().map(<[u8; 32]>::as_slice)).collect();
+        atomic::hex(&Sha256::digest(texts.concat()))
+    }
+
     /// Training windows of all sources, mixed by their weights.
     pub fn windows(&self, context: usize, seed: u64, pack: Pack) -> Windows {
         let sources: Vec<_> = self.sources.iter().map(|s| (&s.train, s.weight)).collect();
@@ -199,8 +210,7 @@ pub fn open(request: &Request, tokenizer: &Tokenizer, progress: &mut dyn Progres
     let sources = source::parse(&request.source)?;
     let mut opened = Vec::new();
     for source::Weighted { name, weight } in sources {
-        let (train, validation) = one_source(&name, request, tokenizer, progress)?;
-        opened.push(Source { name: short(&name), weight, train, validation });
+        opened.push(one_source(&name, weight, request, tokenizer, progress)?);
     }
     // Of a mixture nobody knows the entropy.
     let stories = matches!(&opened[..], [one] if one.name == "stories" && request.source == "stories");
@@ -221,24 +231,25 @@ pub fn short(name: &str) -> String {
 
 fn one_source(
     name: &str,
+    weight: Option<f64>,
     request: &Request,
     tokenizer: &Tokenizer,
     progress: &mut dyn Progress,
-) -> Result<(Tokens, Tokens)> {
-    let splits = splits(name, request, progress)?;
-    let Splits { train, validation, documents, notes } = splits;
+) -> Result<Source> {
+    let Splits { train: text, validation: held_out, documents, notes } = splits(name, request, progress)?;
     tell(name, &notes, progress);
-    let mut tokens = |text: &Text| encode::tokens(text, documents, tokenizer, &request.place, progress);
-    let (train_tokens, validation_tokens) = (tokens(&train)?, tokens(&validation)?);
-    let text = (train.bytes.len() + validation.bytes.len()) as u64;
-    let told = train_tokens.text_bytes() + validation_tokens.text_bytes();
+    let content = [text.content(progress)?, held_out.content(progress)?];
+    let mut tokens = |text, content| encode::tokens(text, content, documents, tokenizer, &request.place, progress);
+    let (train, validation) = (tokens(&text, &content[0])?, tokens(&held_out, &content[1])?);
+    let bytes = (text.bytes.len() + held_out.bytes.len()) as u64;
+    let told = train.text_bytes() + validation.text_bytes();
     // Sentencepiece puts a space before each text; more than that is text that the tokenizer changes.
-    if told.abs_diff(text) > (train.ends.len() + validation.ends.len()) as u64 {
+    if told.abs_diff(bytes) > (text.ends.len() + held_out.ends.len()) as u64 {
         progress.note(format!(
-            "{name}: the tokens stand for {told} bytes of the {text} in the text; bits per byte count those"
+            "{name}: the tokens stand for {told} bytes of the {bytes} in the text; bits per byte count those"
         ));
     }
-    Ok((train_tokens, validation_tokens))
+    Ok(Source { name: short(name), weight, train, validation, content })
 }
 
 /// The text of a set, file or folder, in two splits.
@@ -391,6 +402,49 @@ mod tests {
             let corpus = open(&request, &Tokenizer::bytes(), &mut Told::default()).unwrap();
             let fits = fits || length + 1 == context + 1;
             assert_eq!(require_window("a", &corpus.sources[0].train, context).is_ok(), fits);
+        }
+    }
+
+    #[test]
+    fn the_content_hash_is_the_texts_own_and_sees_every_byte_and_border() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        let json = path("tokenizer.json");
+        std::fs::write(&json, format!(" {}", Tokenizer::bytes().to_json())).unwrap();
+        let tokenizers = [Tokenizer::bytes(), Tokenizer::open(Path::new(&json)).unwrap()];
+        // Below and above the size from which ids are kept in the cache.
+        for lines in [40, 60_000] {
+            let text = "one two three, four\n".repeat(lines);
+            let hashes = |source: &str, validation: f64| {
+                let mut request = request(source, dir.path());
+                request.reading.validation = validation;
+                tokenizers.each_ref().map(|t| open(&request, t, &mut Told::default()).unwrap().content_hash())
+            };
+            let file = path("a.txt");
+            let hash = |text: &str| {
+                std::fs::write(&file, text).unwrap();
+                let [bytes, ids] = hashes(&file, 0.1);
+                assert_eq!(bytes, ids, "it does not depend on the tokenizer");
+                bytes
+            };
+            let whole = hash(&text);
+            assert_eq!(hash(&text), whole);
+            std::fs::write(path("b.txt"), &text).unwrap();
+            assert_eq!(hashes(&path("b.txt"), 0.1)[0], whole, "nor on the file's name");
+            // Edits that change no length, in the middle of the training text and at the end of what is held out.
+            for at in [0, text.len() / 2, text.len() - 2] {
+                let mut edited = text.clone().into_bytes();
+                edited[at] ^= 1;
+                assert_ne!(hash(std::str::from_utf8(&edited).unwrap()), whole, "byte {at}");
+            }
+            hash(&text);
+            assert_ne!(hashes(&file, 0.2)[0], whole, "another share is held out");
+            let documents = |texts: &[&str]| {
+                let lines: String = texts.iter().map(|t| serde_json::json!({"text": t}).to_string() + "\n").collect();
+                std::fs::write(path("c.jsonl"), lines).unwrap();
+                hashes(&path("c.jsonl"), 0.0)[0].clone()
+            };
+            assert_ne!(documents(&["ab", "c"]), documents(&["a", "bc"]));
         }
     }
 

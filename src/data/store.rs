@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -36,6 +36,25 @@ pub struct Text {
 impl Text {
     pub fn new(bytes: impl Into<Numbers<u8>>, ends: impl Into<Numbers<u64>>) -> Self {
         Self { bytes: bytes.into(), ends: ends.into(), base: 0 }
+    }
+
+    /// A hash of the bytes and of where documents end: two texts of which it is equal are the same text, whatever file, format
+    /// or cache they come from. Reads all of it, interruptibly.
+    pub fn content(&self, progress: &mut dyn Progress) -> Result<[u8; 32]> {
+        let unreadable = |e| Error::failed(format!("reading the text: {e}"));
+        let mut hash = Sha256::new();
+        let mut reader = self.bytes.reader()?;
+        let mut block = vec![0; 1 << 20];
+        loop {
+            let n = reader.read(&mut block).map_err(unreadable)?;
+            if n == 0 {
+                break;
+            }
+            hash.update(&block[..n]);
+            progress.at(0)?;
+        }
+        self.ends.iter().for_each(|end| hash.update((end - self.base).to_le_bytes()));
+        Ok(hash.finalize().into())
     }
 
     /// Documents `range`, which are next to each other.
